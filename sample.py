@@ -1,0 +1,219 @@
+"""
+The group sampler: G completions for each of P prompts in one batch.
+
+    python sample.py --model=out/arithmetic/model --prompt="47+12?" --gold=59 --group=8
+
+shows one group the way GTPO sees it: rewards, advantages, entropies, who is kept, and the conflict tokens.
+"""
+import argparse
+import hashlib
+import math
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from data import SYSTEM_PROMPT, build_prompt
+from gtpo import conflict_weights, group_advantages, keep_completions, mean_entropy
+from model import GPT, GroupCache
+from rewards import accuracy_reward, format_reward
+from tokenizer import Tokenizer
+
+
+@dataclass
+class Samples:
+    """P groups of G completions of up to L tokens, right-padded. Log-probs and entropies in nats, 0 at padding."""
+    ids: torch.Tensor                                                               # (P, G, L) int64
+    mask: torch.Tensor                                                              # (P, G, L) True on sampled tokens, the end token included
+    logps: torch.Tensor                                                             # (P, G, L) log-probability of each sampled token
+    entropy: torch.Tensor                                                           # (P, G, L) entropy of the distribution it was drawn from
+    finished: torch.Tensor                                                          # (P, G) True if it ended with an end token
+
+
+def restrict(logits, top_k=0, top_p=1.0):
+    """Sets all but the top_k most likely tokens, then all but the smallest set with at least top_p of the mass, to -inf.  (B, V)"""
+    if 0 < top_k < logits.shape[-1]:
+        values, ids = logits.topk(top_k)
+        logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)
+    if top_p < 1:
+        probs, ids = logits.softmax(-1).sort(descending=True, stable=True)
+        before = probs.cumsum(-1) - probs                                           # mass of the more likely ones; the first always stays
+        logits = logits.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), -math.inf)
+    return logits
+
+
+def draw(logits, uniforms):
+    """Draws one token per row by inverting the cumulative distribution: logits (B, V), uniforms (B,) in [0, 1) -> ids (B,).
+    One uniform number per token, so a completion does not depend on what else is in the batch."""
+    cumulative = logits.softmax(-1).cumsum(-1)                                      # (B, V)
+    total = cumulative[:, -1]
+    target = torch.minimum((uniforms.double() * total).to(total.dtype), total.nextafter(torch.zeros_like(total)))   # always below the total
+    ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]         # never a token of probability 0
+    return ids.clamp(max=logits.shape[-1] - 1)                                      # nan logits lead past the end; sample() finds them
+
+
+def seeded_uniforms(key, *shape):
+    """Uniform numbers in [0, 1) that depend on nothing but `key` (a tuple of numbers and strings): there is no random state to save."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, eos_ids=(), generator=None, noise=None):
+    """Samples group_size completions for each prompt (a list of lists of token ids); returns Samples.
+
+    Every prompt runs once; its keys and values are shared by its group. A completion stops after any of eos_ids (kept) or after
+    max_new_tokens. logps and entropy are those of softmax(logits / temperature) over the whole vocabulary, which is also what the
+    loss computes; top_k and top_p only restrict the draw. temperature 0 is greedy, with logps and entropy at temperature 1.
+    generator: for reproducible draws. noise: uniforms in [0, 1), (P, G, max_new_tokens), to be used instead.
+    ValueError: empty prompt, id outside the vocabulary, no room for the completion, a setting out of range, logits that are not finite.
+    """
+    c, device, (P, G, L) = model.config, model.head_weight.device, (len(prompts), group_size, max_new_tokens)
+    if G < 1 or L < 0 or not 0 <= temperature < math.inf or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"sample: group_size {G}, max_new_tokens {L}, temperature {temperature}, top_k {top_k}, top_p {top_p}: "
+                         "out of range (at least 1, 0, 0, 0; 0 < top_p <= 1)")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"sample: prompt {i} is empty; it needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= c.vocab_size:
+            bad = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise ValueError(f"sample: prompt {i} holds token id {bad}, the model knows 0 to {c.vocab_size - 1}")
+        if len(prompt) + L > c.max_position_embeddings:
+            raise ValueError(f"sample: no room for the completion: prompt {i} has {len(prompt)} tokens, with {L} new ones it passes the "
+                             f"model's {c.max_position_embeddings} (max_position_embeddings)")
+    out = Samples(ids=torch.zeros(P, G, L, dtype=torch.long, device=device), mask=torch.zeros(P, G, L, dtype=torch.bool, device=device),
+                  logps=torch.zeros(P, G, L, device=device), entropy=torch.zeros(P, G, L, device=device),
+                  finished=torch.zeros(P, G, dtype=torch.bool, device=device))
+    if P == 0 or L == 0:
+        return out
+    if noise is None:
+        noise = torch.rand(P, G, L, generator=generator, device=generator.device if generator is not None else device)
+    if noise.shape != (P, G, L):
+        raise ValueError(f"sample: noise has shape {tuple(noise.shape)}, {P} prompts, {G} completions and {L} tokens ask for {(P, G, L)}")
+    noise = noise.to(device).reshape(P * G, L)
+    eos = torch.tensor(list(eos_ids), dtype=torch.long, device=device)
+    flat = {name: getattr(out, name).view(P * G, L) for name in ("ids", "mask", "logps", "entropy")}
+
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    prompt_ids = torch.zeros(P, int(lengths.max()), dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        prompt_ids[i, :len(prompt)] = torch.tensor(prompt)
+    hidden, prompt_kv = model.prefill(prompt_ids.to(device))                        # (P, Tp, H)
+    hidden = hidden[torch.arange(P, device=device), lengths - 1].repeat_interleave(G, dim=0)                        # (P*G, H)
+    cache = GroupCache(prompt_kv, lengths, G, L)
+
+    rows = torch.arange(P * G, device=device).view(P, G)                            # which completion each row of the batch is
+    alive = torch.ones(P * G, dtype=torch.bool, device=device)                      # no end token yet
+    for t in range(L):
+        row = rows.flatten()
+        logits = F.linear(hidden, model.head_weight).float()                        # (B, V)
+        if temperature == 0:
+            ids = logits.argmax(-1)
+        else:
+            logits = logits / temperature
+            ids = draw(restrict(logits, top_k, top_p), noise[row, t])               # (B,)
+        logps = logits.log_softmax(-1)                                              # (B, V)
+        active = alive[row]
+        flat["ids"][row, t] = ids * active
+        flat["mask"][row, t] = active
+        flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0] * active
+        flat["entropy"][row, t] = torch.special.entr(logps.exp()).sum(-1) * active  # entr(p) = -p ln p, and 0 at p = 0
+        alive[row] = active & ~torch.isin(ids, eos)
+        if t + 1 == L:
+            break
+        if t % 4 == 3 and len(eos):                                                 # looking makes a GPU wait, so not at every token
+            keep = alive[rows]                                                      # (P', G')
+            if not keep.any():
+                break
+            members = int(keep.sum(1).max())
+            prompts_left = keep.any(1).nonzero()[:, 0]
+            if len(prompts_left) * members <= 0.8 * keep.numel():                   # finished rows leave the batch
+                order = (~keep[prompts_left]).int().argsort(dim=1, stable=True)[:, :members]                        # unfinished first
+                ids = ids.view(rows.shape)[prompts_left[:, None], order].flatten()
+                rows = rows[prompts_left[:, None], order]
+                cache.select(prompts_left, order)
+        hidden = model.decode(ids, cache)                                           # (B, H)
+    out.finished = ~alive.view(P, G)
+    if not out.logps.isfinite().all():
+        raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, or training has diverged")
+    return out
+
+
+def completion_texts(tokenizer, samples):
+    """The text of each completion without its end token, from one decode of all its ids: P lists of G strings."""
+    lengths = (samples.mask.sum(-1) - samples.finished.long()).tolist()             # (P, G)
+    return [[tokenizer.decode(ids[:n]) for ids, n in zip(*group)] for group in zip(samples.ids.tolist(), lengths)]
+
+
+def show_completion(tokenizer, ids, lam, color):
+    """The text with its conflict tokens marked: [..]x2 have weight 2, [..]x0 have weight 0, the rest counts once."""
+    text, parts, start, place = tokenizer.decode(ids), [], 0, 0
+    for t in range(1, len(ids) + 1):
+        if t < len(ids) and lam[t] == lam[start]:
+            continue
+        end = len(text) if t == len(ids) else len(tokenizer.decode(ids[:t]).rstrip("\ufffd"))      # a run may end inside a character
+        piece, weight = text[place:end].replace("\n", "\\n"), int(lam[start])
+        if weight != 1:
+            piece = f"[{piece}]x{weight}"
+            piece = f"\x1b[{'1;32' if weight == 2 else '34'}m{piece}\x1b[0m" if color else piece
+        parts.append(piece)
+        start, place = t, end
+    return "".join(parts)
+
+
+def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam, color=None):
+    """One group as GTPO sees it, as text. ids, mask, lam (G, L); rewards, advantages, entropy, kept (G,). color None: if the screen has it."""
+    if color is None:
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    lines = [f"{question}" + (f"   (gold: {gold})" if gold is not None else ""), "reward  advantage  entropy  tokens"]
+    for g in range(len(ids)):
+        n = int(mask[g].sum())
+        lines.append(f"{rewards[g].item():6.1f} {advantages[g].item():+10.2f} {entropy[g].item():8.3f} {n:7d}  {'' if kept[g] else '(filtered) '}"
+                     + show_completion(tokenizer, ids[g, :n].tolist(), lam[g, :n].tolist(), color))
+    return "\n".join(lines + ["[..]x2: conflict tokens where A > 0, weight 2; [..]x0: where A < 0, not punished"])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder of a model in Hugging Face format")
+    parser.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
+    parser.add_argument("--prompt", required=True, help="the question; it goes through the chat template if there is one")
+    parser.add_argument("--gold", help="the right answer; without it only the format is rewarded")
+    parser.add_argument("--group", type=int, default=8, help="G, the number of completions")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--system_prompt", default=SYSTEM_PROMPT)
+    parser.add_argument("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    if args.group < 1 or args.max_new_tokens < 0:
+        parser.error("--group must be at least 1 and --max_new_tokens at least 0")
+
+    tokenizer = Tokenizer.from_pretrained(args.model)
+    model = GPT.from_pretrained(args.model, adapter=args.adapter, device=args.device).eval()
+    prompt = build_prompt(tokenizer, args.prompt, args.system_prompt, args.prompt_style)
+    room = min(args.max_new_tokens, max(1, model.config.max_position_embeddings - len(prompt)))
+    samples = sample(model, [prompt], args.group, room, args.temperature, args.top_k, args.top_p, tokenizer.eos_ids,
+                     noise=seeded_uniforms((args.seed, "sample"), 1, args.group, room))
+    texts = completion_texts(tokenizer, samples)[0]
+    rewards = torch.tensor([format_reward(t) + (accuracy_reward(t, args.gold) if args.gold is not None else 0.0) for t in texts])   # (G,)
+    advantages = group_advantages(rewards)                                          # (G,)
+    ids, mask = samples.ids[0].cpu(), samples.mask[0].cpu()                         # (G, L)
+    entropy = mean_entropy(samples.entropy[0].cpu(), mask)                          # (G,)
+    print(show_group(tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, entropy, keep_completions(entropy, 0.0),
+                     conflict_weights(ids, mask, advantages)))
+    if not samples.finished.all():
+        print(f"{int((~samples.finished).sum())} of {args.group} reached max_new_tokens={room} without an end token")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
