@@ -256,7 +256,7 @@ then put the final answer, and nothing else, between <answer> and </answer>:
 def build_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT, prompt_style="auto"):
     """
     Token ids of the prompt for a question (T,); the completion starts right behind. prompt_style "chat": the chat template with a system
-    turn (none when system_prompt is "") and a user turn; "plain", for base models: begin-of-text if the tokenizer has a bos_id, the
+    turn (none when system_prompt is "") and a user turn; "plain", for base models: the tokenizer's bos_ids if it has any, the
     system prompt and the question (just the question when system_prompt is ""); "auto": chat if there is a template. The texts never
     become control tokens. Raises ValueError for an unknown style, and for "chat" without a template.
     """
@@ -267,8 +267,7 @@ def build_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT, prompt_style=
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         return tokenizer.chat_ids(system + [{"role": "user", "content": question}], add_generation_prompt=True)
     text = f"{system_prompt}\n\nProblem: {question}\nSolution:\n" if system_prompt else question
-    ids, bos = tokenizer.encode(text, allow_special=False), getattr(tokenizer, "bos_id", None)
-    return ids if bos is None or ids[:1] == [bos] else [bos] + ids
+    return [*getattr(tokenizer, "bos_ids", ())] + tokenizer.encode(text, allow_special=False)
 
 
 def encode_prompts(tokenizer, problems, max_prompt_tokens, system_prompt=SYSTEM_PROMPT, prompt_style="auto"):

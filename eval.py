@@ -274,9 +274,10 @@ def read_results(path):
         if last and not line:
             break
         try:
-            rows.append(check_line(line, number))
-            if number > 1 and rows[-1]["data"] not in rows[0]["settings"]["data"]:
-                raise ValueError(f"data {rows[-1]['data']!r} is not in the header")
+            row = check_line(line, number)
+            if number > 1 and row["data"] not in rows[0]["settings"]["data"]:
+                raise ValueError(f"data {row['data']!r} is not in the header")
+            rows.append(row)
         except ValueError as e:                                                     # that json and unicode errors are, too
             if last and (number > 1 or line.startswith(b'{"model": ')):
                 break
@@ -329,7 +330,9 @@ def benchmark(name):
 def print_table(name, rows, header, ks):
     """Prints the figures of one data set from its rows."""
     spec, groups = header["settings"]["data"][name], list(by_problem(rows).values())
-    stats = dict(zip(columns(ks), np.array([problem_stats(group, ks) for group in groups]).reshape(len(groups), -1).T))
+    if not groups:
+        return print(f"\n{name}: none of its {spec['problems']} problems is there")
+    stats = dict(zip(columns(ks), np.array([problem_stats(group, ks) for group in groups]).T))      # column -> (problems,)
     n, sampled = spec["n"], [group for group in groups if group[0]["finish"] != "skipped"]
     short = [len(group) for group in sampled if len(group) < n]
 
@@ -348,8 +351,6 @@ def print_table(name, rows, header, ks):
     if short:
         print(f"  completions missing: {len(short) * n - sum(short)}, from {len(short)} of the problems; each of these counts with those "
               "it has, and has no part where k is larger")
-    if not groups:
-        return
     line("", *(f"k={k}" for k in ks))
     line("pass@k", *(figure(f"pass@{k}") for k in ks))
     for method, known in PUBLISHED.get(benchmark(name), {}).items() if "Qwen2.5-3B" in header["model"] else ():
@@ -416,7 +417,7 @@ def parse(argv):
     p.add_argument("--split", default="test", help="of a set given by name (default: test)")
     p.add_argument("--preset", choices=["paper"], help="the paper's five sets unless --data is given; n and k to 32, on AIME and AMC to 64")
     p.add_argument("--n", "--samples", type=int, help="completions a problem (default: 8); under torchrun write --samples, "
-                   "as it may take --n for one of its own flags")
+                   "which may take --n for one of its own flags")
     p.add_argument("--k", type=numbers, help="for pass@k and maj@k, such as 1,8,64 (default: powers of two up to n, and n)")
     p.add_argument("--limit", type=int, help="only the first LIMIT problems of each set")
     p.add_argument("--temperature", type=float, default=1.0, help="default: 1; 0 is greedy, with n=1")

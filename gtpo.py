@@ -77,8 +77,8 @@ def group_advantages(rewards, scale="none"):
 
 
 def advantage_sign(advantages):
-    """-1, 0 or 1 for each advantage; less than 1e-6 from 0 is 0. (departs: 7)"""
-    return advantages.sign().masked_fill(advantages.abs() < SIGN_TOLERANCE, 0)
+    """-1, 0 or 1 for each advantage; less than 1e-6 from 0 is 0."""
+    return advantages.sign().masked_fill(advantages.abs() < SIGN_TOLERANCE, 0)  # (departs: 7)
 
 
 def completion_lengths(mask):
@@ -94,7 +94,7 @@ def completion_lengths(mask):
 def conflict_weights(ids, mask, advantages):
     """lambda_it of equation (2): 2, 0 or 1, and 0 on padding. ids, mask (..., G, L), advantages (..., G) -> float (..., G, L).
 
-    What stands under padding does not matter. Time O(G^2 L), memory O(G L) (departs: 6). ValueError: shapes do not fit, mask has a hole.
+    What stands under padding does not matter. Time O(G^2 L), memory O(G L). ValueError: shapes do not fit, mask has a hole.
     """
     if ids.shape != mask.shape or advantages.shape != ids.shape[:-1]:
         raise ValueError(f"ids {tuple(ids.shape)}, mask {tuple(mask.shape)}, advantages {tuple(advantages.shape)}: "
@@ -116,7 +116,7 @@ def conflict_run(signed):
     0 equals -0, so the run may go on into padding, and be anything where A = 0: no weight depends on it there."""
     conflict = torch.zeros_like(signed, dtype=torch.bool)  # (..., G, L)
     opposite = -signed
-    for j in range(signed.shape[-2]):
+    for j in range(signed.shape[-2]):  # (departs: 6)
         conflict |= signed == opposite[..., j : j + 1, :]  # same id, other sign, same position
     return F.pad(conflict, (0, 1)).byte().argmin(-1, keepdim=True)  # first position without conflict
 
@@ -127,9 +127,9 @@ def mean_entropy(token_entropy, mask):
 
 
 def keep_completions(entropy, initial_entropy, threshold=math.log(2)):
-    """delta_i of equation (4): 1 to keep, 0 to leave out (departs: 4). entropy (..., G) is <H>_i, initial_entropy is <H>_ini, all in nats.
+    """delta_i of equation (4): 1 to keep, 0 to leave out. entropy (..., G) is <H>_i, initial_entropy is <H>_ini, all in nats.
     A model that starts above the threshold is never filtered."""
-    return 1 - ((entropy > threshold) & (initial_entropy < threshold)).to(entropy.dtype)
+    return 1 - ((entropy > threshold) & (initial_entropy < threshold)).to(entropy.dtype)  # (departs: 4)
 
 
 @torch.no_grad()
@@ -161,11 +161,11 @@ def grpo_weights(mask, advantages):
 def surrogate_loss(logps, weights, old_logps=None, epsilon=None):
     """Minus the sum of w_it r_it, equations (6) and (7). logps, weights, old_logps of one shape, usually (rows, L) -> scalar.
 
-    r_it = exp(logps - old_logps); without old_logps, its value is 1 and its gradient that of logps (departs: 9). epsilon: GRPO's clipped ratio,
+    r_it = exp(logps - old_logps); without old_logps, its value is 1 and its gradient that of logps. epsilon: GRPO's clipped ratio,
     min(r w, clip(r, 1 - epsilon, 1 + epsilon) w). A sum, so any split of a rollout's rows into micro-batches adds up to the same gradient.
     Positions of weight 0 (padding, filtered, skipped) take no part: their logps may be anything, even nan, and get gradient 0.
     """
-    old_logps = logps.detach() if old_logps is None else old_logps
+    old_logps = logps.detach() if old_logps is None else old_logps  # (departs: 9)
     if not logps.shape == weights.shape == old_logps.shape:
         raise ValueError(f"logps {tuple(logps.shape)}, weights {tuple(weights.shape)}, old_logps {tuple(old_logps.shape)}: shapes must be equal")
     ratio = torch.where(weights != 0, logps - old_logps, 0).exp()  # masked before exp: nan * 0 is nan, also in the gradient
@@ -208,7 +208,7 @@ def grpo_loss(logps, mask, advantages, old_logps=None, ref_logps=None, beta=0.0,
 # ---- log-probs without the logits -------------------------------------------------------------------------------------------------------------
 
 def token_logps(hidden, head_weight, ids, temperature=1.0, chunk_size=None):
-    """Log-probs of tokens, and entropies, under softmax(hidden @ head_weight.T / temperature), a few tokens at a time (departs: 8, 10).
+    """Log-probs of tokens, and entropies, under softmax(hidden @ head_weight.T / temperature), a few tokens at a time.
 
     hidden (N, H) float, row n predicts ids[n]; head_weight (V, H); ids (N,) -> logps (N,) with gradient, entropy (N,) nats without; float32
     (float64 for float64 hidden), computed in it from logits of hidden's dtype, or autocast's. chunk_size, in tokens, defaults to what makes
@@ -247,27 +247,26 @@ class TokenLogps(torch.autograd.Function):
         logits = torch.empty(n, V, dtype=dtype, device=device)  # these buffers serve every chunk
         z = logits if dtype == exact else torch.empty(n, V, dtype=exact, device=device)
         logp = torch.empty(n, V, dtype=exact, device=device)
-        with torch.autocast(device.type, enabled=False):
-            for start in range(0, N, chunk_size):
-                rows, id = slice(start, start + chunk_size), ids[start : start + chunk_size, None]  # (n, 1)
-                n = id.shape[0]
-                logits, z, logp = logits[:n], z[:n], logp[:n]  # the last chunk is shorter
-                torch.mm(hidden[rows].to(dtype), W.t(), out=logits)  # (n, V)
-                if dtype != exact:
-                    z.copy_(logits)
-                if temperature != 1:
-                    z.div_(temperature)
-                torch.log_softmax(z, -1, out=logp)  # (n, V)
-                logps[rows] = logp.gather(-1, id)[:, 0]
-                if logsumexp is not None:
-                    logsumexp[rows] = z.amax(-1) - logp.amax(-1)
-                p = torch.exp(logp, out=z)  # (n, V)
-                logp.clamp_(min=-1e4)  # p is 0 there, and 0 * -inf would be nan
-                entropy[rows] = -logp.mul_(p).sum(-1)
-                if direction is not None:  # -(p - onehot) @ W / T: the difference before rounding to dtype, p is often nearly 1
-                    p.scatter_add_(-1, id, p.new_full((n, 1), -1.0))
-                    torch.mm(p if dtype == exact else logits.copy_(p), W, out=direction[rows])  # (n, H)
-                    direction[rows].div_(-temperature)
+        for start in range(0, N, chunk_size):  # (departs: 10)
+            rows, token = slice(start, start + chunk_size), ids[start : start + chunk_size, None]  # (n, 1)
+            n = len(token)
+            logits, z, logp = logits[:n], z[:n], logp[:n]  # the last chunk is shorter
+            torch.mm(hidden[rows].to(dtype), W.t(), out=logits)  # (n, V); autocast leaves out= alone
+            if dtype != exact:
+                z.copy_(logits)
+            if temperature != 1:
+                z.div_(temperature)
+            torch.log_softmax(z, -1, out=logp)  # (n, V)
+            logps[rows] = logp.gather(-1, token)[:, 0]
+            if logsumexp is not None:
+                logsumexp[rows] = z.amax(-1) - logp.amax(-1)
+            p = torch.exp(logp, out=z)  # (n, V)
+            logp.clamp_(min=-1e4)  # p is 0 there, and 0 * -inf would be nan
+            entropy[rows] = -logp.mul_(p).sum(-1)  # (departs: 8)
+            if direction is not None:  # -(p - onehot) @ W / T: the difference before rounding to dtype, p is often nearly 1
+                p.scatter_add_(-1, token, p.new_full((n, 1), -1.0))
+                torch.mm(p if dtype == exact else logits.copy_(p), W, out=direction[rows])  # (n, H)
+                direction[rows].div_(-temperature)
         ctx.mark_non_differentiable(entropy)
         ctx.temperature, ctx.dtype, ctx.exact = temperature, dtype, exact
         ctx.hidden_dtype = hidden.dtype

@@ -2,19 +2,19 @@
 Rewards by rule: is the completion in the format, and is its answer equal to the gold answer?
 
     format_reward(text)          0, 1, 1.5 or 10     the tags
-    accuracy_reward(text, gold)  0 or 10             the answer, only in the right format
+    accuracy_reward(text, gold)  0 or 10             the answer, only in the full format
     extract_answer(text)         the answer as text, or None
     answers_equal(pred, gold)    True or False, exact: as normalised text, or as rational numbers
 
-All are pure functions of strings. Pass the completion alone, never the prompt (its instructions name the tags). No text is ever evaluated:
-numbers are read digit by digit into fractions.Fraction, nothing is summed, expanded or solved, and all runs in linear time on any text.
-A doubtful answer is refused: a reward that pays for wrong answers does more harm than one that misses an odd spelling of a right one.
+All are pure functions of strings. Pass the completion alone, never the prompt (its instructions name the tags). No text is ever
+evaluated: digits are read into fractions.Fraction; nothing is summed, multiplied out or solved. Time is linear in the length of the text.
+A doubtful answer is refused: paying for wrong answers does more harm than missing an odd spelling of a right one.
 
 An answer goes through one pipeline:
-    clean   wrappers, units, currency, spacing and spelling variants of LaTeX go, the same way for prediction and gold
-    parse   into lists, tuples, intervals, sets, unions, matrices, relations; at the bottom sums of terms (Fraction, text)
-    same    compare the two trees
-Run this file for a table of hard cases: python rewards.py
+    clean   wrappers, units, currency and spacing go, each thing gets one spelling: the same rules for prediction and gold
+    parse   into lists, tuples, intervals, sets, unions, matrices, relations; at the bottom sums of terms (text, Fraction)
+    same    compares the two trees
+`python rewards.py` prints a table of hard cases.
 """
 import re
 from fractions import Fraction
@@ -25,13 +25,14 @@ DEEPEST = 12     # nested brackets; what lies deeper is compared as text
 
 
 def format_reward(text):
-    """Reward for the format, as in the GTPO paper: 10.0, 1.5, 1.0 or 0.0.
+    """Reward for the format as in the GTPO paper (arXiv 2508.03772): 10.0, 1.5, 1.0 or 0.0.
 
-    10.0  `<reasoning>..</reasoning>` and then `<answer>..</answer>`: each of the four tags exactly once, in this order, nothing but white
-          space after the last. Text before and between the blocks is allowed (the authors' code pays it too).
-    1.5   only one block is right, and a tag of the other one is present. Both blocks in the wrong order, or text after the end, also get this.
-    1.0   only one block is right, with no tag of the other.
-    0.0   neither block is right. A block is right when its two tags occur exactly once each, in order; the answer block must end the text.
+    10.0  `<reasoning>..</reasoning>` and then `<answer>..</answer>`: each of the four tags exactly once, in this order, and nothing but
+          white space after the last. Text before the first block and between the two is allowed: the authors' code pays it too.
+    1.5   one block is right and a tag of the other is present. So is paid, too: both blocks in the wrong order, text after the end.
+    1.0   one block is right and there is no tag of the other.
+    0.0   neither is right. A block is right when its two tags occur exactly once each, in order; the answer block must also end the text.
+    The authors' code lets tags repeat; here a repeated tag spoils its block, so that a text that starts over earns less than a clean one.
     """
     start, end, answer_start, answer_end = (text.find(tag) if text.count(tag) == 1 else -1 for tag in TAGS)
     reasoning = 0 <= start < end
@@ -42,19 +43,21 @@ def format_reward(text):
 
 
 def accuracy_reward(text, gold):
-    """10.0 when the completion has the full format and the answer in its answer block equals gold, else 0.0. An unreadable gold pays nobody."""
+    """10.0 when the completion has the full format and the answer in its answer block equals gold, else 0.0.
+    A gold answer that cannot be read (empty, `see figure`) pays nobody."""
     return 10.0 if format_reward(text) == 10.0 and answers_equal(extract_answer(text), gold) else 0.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------------------------------
 # find the answer
 
 def last_boxed(text):
-    """Content of the last \\boxed{...} or \\fbox{...} with balanced braces (or `\\boxed 2`), the innermost of nested ones; None if there is none."""
-    best, at, opened = None, -1, []                      # opened: for each open brace, the start of a box's content, or None
+    """Content of the last \\boxed{...} or \\fbox{...} with balanced braces (or `\\boxed 2`), the inner one of nested ones, or None."""
+    if "boxed" not in text and "fbox" not in text: return None
+    best, at, opened = None, -1, []                      # opened: for each open brace, where the content of a box begins, or None
     for m in re.finditer(r"\\?\\(?:boxed|fbox)(?:\s*(\{)|\s+([^\s{}$\\]+)|(?=\W))|\\.|[{}]", text, re.S):
         if m[2]: best, at = m[2].rstrip(".,;"), m.start()
-        elif m[0][-1] == "{" and m[0] != "\\{": opened.append(m.end() if m[1] else None)
+        elif m[1] or m[0] == "{": opened.append(m.end() if m[1] else None)
         elif m[0] == "}" and opened:
             begin = opened.pop()
             if begin is not None and begin > at and text[begin:m.start()].strip(): best, at = text[begin:m.start()].strip(), begin
@@ -64,7 +67,7 @@ def last_boxed(text):
 def extract_answer(text):
     """The final answer of a completion, or None: the last complete <answer> block (or the \\boxed{} in it), else the last \\boxed{...}.
 
-    A number elsewhere is never taken, and neither is a box in the reasoning (before </reasoning> or </think>, or in a block that never ends)."""
+    A number found elsewhere is never taken, nor a box in the reasoning: before </reasoning> or </think>, or in a block that never ends."""
     block, begin = None, None
     for m in re.finditer("</?answer>", text):
         if m[0] == "<answer>": begin = m.end()
@@ -76,103 +79,106 @@ def extract_answer(text):
     return last_boxed(text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------------------------------
 # clean: one spelling for everything
 
-UNICODE = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "√": "\\sqrt ", "°": "", "²": "^2", "³": "^3", "\u00a0": " ",
+UNICODE = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "√": "\\sqrt ", "°": "", "²": "^2", "³": "^3",
                          "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "€": "$", "£": "$", "¥": "$"})
-NAMED = {"pi": "π", "infty": "∞", "cup": "∪", "in": "∈", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥",
-         "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "approx": "≈", "pm": "±", "mp": "∓", "cdot": "*", "times": "*", "dfrac": "\\frac",
-         "tfrac": "\\frac", "cfrac": "\\frac", "varnothing": "∅", "emptyset": "∅", "lbrace": "⦃", "rbrace": "⦄", "quad": " ", "qquad": " ",
-         **dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle degree".split(), ""),
-         **dict.fromkeys("textbf textit textrm textnormal texttt textsf mathrm mathbf mathit mathsf mbox operatorname".split(), "\\text")}
-END = r"(?=\s*(?:[,;)\]⦄=<>≤≥≈]|$))"                    # where an element of an answer ends
-THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
-RULES = [(re.compile(pattern), to) for pattern, to in (
-    (r"</?answer>", ""),                                                   # <answer>5</answer> -> 5
-    (r"(?i)^\s*(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:the\s+)?(?:final\s+)?(?:answer|solution)\b(?:\s+is\b)?\s*:?", ""),  # the answer is 5 -> 5
-    (r"\\([a-zA-Z]+)", lambda m: NAMED.get(m[1], m[0])),                   # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
-    (r"\\text\s+\{", r"\\text{"),
+COMMANDS = {
+    "pi": "π", "infty": "∞", "cup": "∪", "in": "∈", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥",
+    "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "approx": "≈", "pm": "±", "mp": "∓", "cdot": "*", "times": "*", "lbrace": "⦃",
+    "rbrace": "⦄", "varnothing": "∅", "emptyset": "∅", "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac", "quad": " ", "qquad": " ",
+    **dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle degree".split(), ""),
+    **dict.fromkeys("textbf textit textrm textnormal texttt textsf mathrm mathbf mathit mathsf mbox operatorname".split(), "\\text")}
+THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+END = r"(?= ?(?:[,;)\]⦄=<>≤≥≈]|$))"                                        # where an element of an answer ends
+RULES = [(re.compile(pattern), to) for pattern, to in (                    # in this order; white space has become single blanks
+    (r"</?answer>|\\(?:boxed|fbox)(?: ?\{ ?\})?(?![a-z])", ""),             # <answer>5</answer> -> 5; empty boxes
+    (r"^[ *`\"]+|[ *`\"]+$", ""),                                          # **5** -> 5
+    (r"(?i)^(?:(?:so|thus|hence|therefore),? )?(?:the )?(?:final )?(?:answer|solution)\b(?: is\b)?:?[ *]*", ""),   # The answer is 5 -> 5
+    (r"\\([a-zA-Z]+)", lambda m: COMMANDS.get(m[1], m[0])),                # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
     (r"\\\{", "⦃"), (r"\\\}", "⦄"),                                        # braces of a set, apart from those of TeX
     (r"<=", "≤"), (r">=", "≥"), (r"(?<![0-9])!=", "≠"),
-    (r"(?<=[0-9])(?:,\s*\\!|\\[!, ]|\{,\})\s*(?=[0-9]{3}(?![0-9]))", ""),  # 10,\!000 and 10{,}000 and 10\,000 -> 10000
+    (r"(?<=[0-9])(?:, ?\\!|\\[!, ]|\{,\}) ?(?=[0-9]{3}(?![0-9]))", ""),    # 10,\!000 and 10{,}000 and 10\,000 -> 10000
     (r"\\!", ""), (r"\\[,;: ]|~", " "),                                    # spacing
-    (r"\\?\$|\\[()\[\]]", " "),                                             # $5 and \$5 -> 5; $..$, \(..\), \[..\]
-    (r"\\?%|\^\s*(?:\\circ|\{\s*\\circ\s*\})", " "),                        # 5\% and 5^\circ -> 5
-    (r"(?i)(?<=[0-9])\s*([ap])\.?m\b\.?", lambda m: m[1].lower() + "m"),   # 1:03 P.M. -> 1:03pm
-    (r"[\s.,;:\\]+$", ""),                                                 # 45. -> 45
-    (r"\s*,?\s*(?:\\text\{[\s,]*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*", ","),  # 1 and 2 -> 1,2
-    (r"(?<=[0-9}π])(\s*)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))(?:\^\s*\{?[23]\}?)?" + END, lambda m: drop_unit(m)),  # 10 feet -> 10
+    (r"\\?\$|\\[()\[\]]", " "),                                            # $5 and \$5 -> 5; $..$, \(..\), \[..\]
+    (r"\\?%|\^ ?(?:\\circ|\{ ?\\circ ?\})", " "),                          # 5\% and 5^\circ -> 5
+    (r" +", " "), (r"\\text \{", r"\\text{"),
+    (r"(?i)(?<=[0-9])( ?\\text\{)? ?([ap])\.?m\b\.?", lambda m: (m[1] or "") + m[2].lower() + "m"),           # 1:03 P.M. -> 1:03pm
+    (r"[ .,;:\\]+$", ""),                                                  # 45. -> 45
+    (r" ?,? ?(?:\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])) ?", ", "),                 # 1 and 2 -> 1, 2
+    (r"(?<=[0-9}π])( ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))(?: ?\^ ?\{?[23]\}?)?" + END, lambda m: drop_unit(m)),
     (r"\\text\{([^{}]*)\}", r" \1 "),                                      # \text{Even} -> Even
-    (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),   # sqrt(3) -> \sqrt{3}
-    (r"^[^(\[⦃{][^(\[⦃]*\Z", lambda m: THOUSANDS.sub(lambda n: n[0].replace(",", ""), m[0])),   # 2,125 -> 2125, but (2,125) is a pair, as is 2, 125
-    (r"\s+", " "), (r"(?<![0-9.]) | (?![0-9.])", ""),                                   # spaces, but not those between two digits
+    (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),                           # sqrt(3) -> \sqrt{3}
+    (r"^[^(\[⦃{][^(\[⦃]*$", lambda m: THOUSANDS.sub(lambda n: n[0].replace(",", ""), m[0])),                  # 2,125 -> 2125, not (2,125)
+    (r" +", " "), (r"(?<![0-9.]) | (?![0-9.])", ""),                       # no blanks, except between two digits
     (r"(?<=[0-9A-Za-zπ)}])\*(?=[A-Za-zπ(]|\\(?!frac))(?![eE][0-9])", ""),  # 2*x -> 2x
     (r"-\(-([0-9.]+)\)", r"+\1"),                                          # - (-1) -> +1
 )]
-UNITS = set("m g s h L l N J W V K C F cm mm km kg mg ml ft in yd mi lb lbs oz hr hrs mph kph sq gm".split())   # those of one or two letters, and mph
-NO_UNIT = set("""am pm hundred thousand million billion trillion dozen half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth
-    thousandth millionth squared cubed factorial not no nor or and than more less least most to if is are was mod base remainder plus minus over above
-    below wrong incorrect pi sqrt root sin cos tan cot sec csc log ln exp infinity""".split())             # words that change the value
+SHORT_UNITS = set("m g s h L l C F cm mm km kg mg ml ft in yd mi lb lbs oz hr hrs mph kph sq gm".split())
+NO_UNITS = set("""am pm hundred thousand million billion trillion dozen half halve third quarter fourth fifth sixth seventh eighth ninth
+    tenth hundredth thousandth millionth squared cubed factorial not no nor or and than more less least most to if is are was mod base
+    remainder plus minus over above below north south east west left right up down loss debt negative wrong incorrect
+    pi sqrt root sin cos tan cot sec csc log ln exp infinity""".split())   # words that change the value
 
 
 def drop_unit(m):
-    """A unit behind a number goes: \\text{ words }, plain words from three letters on, a known short unit as in 5cm. Words of NO_UNIT stay as written."""
-    marked, words = m[2] is not None, re.findall("[A-Za-z]+", (m[2] if m[2] is not None else m[3]).replace(".", ""))
-    if any({w.lower(), w.lower().removesuffix("s")} & NO_UNIT for w in words): return m[0].replace("\\text{", "\\word{")
-    if not words or re.search(r"[^A-Za-z\s./-]", m[2] or "") or re.search(r"\\text\{[^{}]*\}$", m.string[:m.start()]): return m[0]
-    known = words[0] in UNITS and (marked or len(words[0]) > 1)
-    return "" if known or (len(words[0]) > 2 and (marked or m[1] and len(words) < 6)) else m[0]
+    """A unit behind a number goes: \\text{ words }, plain words from three letters on, short units as in 5cm. Words of NO_UNITS stay."""
+    space, marked, plain = m.groups()
+    words = re.findall("[A-Za-z]+", (plain or marked or "").replace(".", ""))
+    if any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words): return m[0].replace("\\text{", "\\word{")   # as written
+    if not words or re.search(r"[^A-Za-z ./-]", marked or "") or re.search(r"\\text\{[^{}]*\}$", m.string[:m.start()]): return m[0]
+    short = words[0] in SHORT_UNITS and (marked or len(words[0]) > 1)
+    return "" if short or len(words[0]) > 2 and (marked or space and len(words) < 6) else m[0]
 
 
 def clean(text):
-    """The answer text without wrappers and units, each thing in one spelling, each argument in braces. Linear for texts up to LONGEST."""
-    text = (last_boxed(text) or text).translate(UNICODE)
+    """The answer without wrappers and units, each thing in one spelling, each argument in braces."""
+    text = " ".join((last_boxed(text) or text).split()).translate(UNICODE)
     text = text.replace("\\\\", "¶") if "\\begin" in text else re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)   # row ends; doubled backslashes
     for pattern, to in RULES: text = pattern.sub(to, text)
     return braced(text)
 
 
 def braced(text):
-    """Arguments in braces: \\frac12 -> \\frac{1}{2}, \\sqrt3 -> \\sqrt{3}, x^2 -> x^{2}."""
-    out, due = [], [0]                                   # due: arguments still to come, for each open brace
-    for token in re.findall(r"(?<=[\^_])[+-]?[0-9]+|\\sqrt\s*\[[^\[\]]*\]|\\[a-zA-Z]+|\s+|.", text, re.S):
+    """Arguments in braces: \\frac12 -> \\frac{1}{2}, \\sqrt3 -> \\sqrt{3}, x^2 -> x^{2}, x^10 -> x^{10}."""
+    out, due = [], [0]                                   # due: how many arguments are still to come, for each open brace
+    for token in re.findall(r"(?<=[\^_])[+-]?[0-9]+|\\sqrt ?\[[^\[\]]*\]|\\[a-zA-Z]+|.", text, re.S):
         if token == "{": due.append(0)
         elif token == "}":
             if len(due) > 1: due.pop()
             due[-1] = max(0, due[-1] - 1)
         elif token.startswith("\\sqrt") or token in ("^", "_"): due[-1] = 1
         elif token == "\\frac": due[-1] = 2
-        elif due[-1] and token.isspace(): token = ""
+        elif due[-1] and token == " ": token = ""
         elif due[-1]: due[-1], token = due[-1] - 1, "{" + token + "}"
         out.append(token)
-    return "".join(out)
+    return "".join(out).replace("} ", "}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# parse: (kind, children)
+# ------------------------------------------------------------------------------------------------------------------------------------
+# parse: a tree of (kind, children)
 
-PAIRS = {"(": ")", "[": "]", "{": "}", "⦃": "⦄"}
-NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,}|\\(?!sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac)[a-zA-Z]+)(?:_\{\w+\})?'*(?:\([\w,]*\))?"
-                  r"|\([A-Za-z,]+\)")                    # x, x_{1}, f(x), AB, area, \theta, (x,y)
-NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]([+-]?[0-9]+)|\*10\^\{([+-]?[0-9]+)\})?")   # ASCII digits; 18e0, 1.5*10^{3}
+NAME = re.compile(r"(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,}|\\(?!sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac)[a-zA-Z]+)(?:_\{\w+\})?'*"
+                  r"(?:\([\w,]*\))?|\([A-Za-z,]+\)")    # what may stand before `=`: x, x_{1}, f(x), AB, area, \theta, (x,y)
+NUMBER = re.compile(r"10\^\{([+-]?[0-9]+)\}|([0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]([+-]?[0-9]+)|\*10\^\{([+-]?[0-9]+)\})?")
+OPAQUE = re.compile(r"[|±∓¶&]|\\(?:begin|[lr]floor|[lr]ceil|sum|int|lim|p?mod)(?![a-zA-Z])")   # no rule for terms here: compared as text
+MULTIPLE = re.compile(r"[A-Za-zπ∞(]|\\(?!frac)")        # a number before this multiplies it; not so in 2^{9}, 101_{2}, 5!, 1:2
 FACTOR = r"(?:\\sqrt(?:\[[^\[\]]*\])?\{[^{}]*\}|[a-zA-Zπ](?:\^\{[^{}]*\})?)"
 GROUP = r"(?:\(([^(),;]*)\)(\^\{[^{}]*\})?)"
-OPAQUE = re.compile(r"[|±∓¶&]|\\(?:begin|[lr]floor|[lr]ceil|sum|int|lim|p?mod)(?![a-zA-Z])")      # no rule for terms here: text
 
 
 def split(text, separators):
     """Parts of text between the separators that stand outside all brackets, and those separators."""
-    parts, seps, depth, begin = [], [], 0, 0
+    parts, found, depth, begin = [], [], 0, 0
     for i, c in enumerate(text):
-        if c in "([{⦃": depth += 1
-        elif c in ")]}⦄": depth -= 1
-        elif depth == 0 and c in separators: parts.append(text[begin:i]); seps.append(c); begin = i + 1
-    return parts + [text[begin:]], seps
+        depth += (c in "([{⦃") - (c in ")]}⦄")
+        if depth == 0 and c in separators: parts.append(text[begin:i]); found.append(c); begin = i + 1
+    return parts + [text[begin:]], found
 
 
 def closing(text, begin=0):
-    """Position of the bracket that closes the one at begin (any kind closes any: half-open intervals), or -1."""
+    """Position of the bracket that closes the one at begin, or -1. Any kind closes any, as in a half-open interval."""
     depth = 0
     for i in range(begin, len(text)):
         depth += (text[i] in "([{⦃") - (text[i] in ")]}⦄")
@@ -183,58 +189,56 @@ def closing(text, begin=0):
 def parse(s, depth=0):
     """The tree of a cleaned answer."""
     if depth > DEEPEST or not s: return "text", s
-    sub = lambda parts: [parse(p, depth + 1) for p in parts]
+    children = lambda parts: [parse(p, depth + 1) for p in parts]
     for kind, separators in (("∪", "∪"), ("list", ",;")):
-        parts, seps = split(s, separators)
-        if seps: return (kind, sub(parts)) if all(parts) else ("text", s)
-    parts, ops = split(s, "=<>≤≥≠∈≈")
-    if ops: return relation(parts, ops, depth + 1)
-    if s[0] in PAIRS and closing(s) == len(s) - 1:
-        inner, kind = s[1:-1], s[0] + s[-1]
-        parts, seps = split(inner, ",;")
-        if kind == "⦃⦄": return "set", sub(parts)
-        if kind == "{}" or (kind == "()" and not seps): return parse(inner, depth + 1)      # (5) is 5, (A) is A
-        return (kind, sub(parts)) if all(parts) else ("text", s)                             # tuple or interval
+        parts, found = split(s, separators)
+        if found: return (kind, children(parts)) if all(parts) else ("text", s)
+    parts, found = split(s, "=<>≤≥≠∈≈")
+    if found: return relation(parts, found, depth + 1)
+    if s[0] in "([{⦃" and closing(s) == len(s) - 1:
+        parts, found = split(s[1:-1], ",;")
+        if s[0] + s[-1] == "⦃⦄": return "set", children(parts)
+        if s[0] + s[-1] == "{}" or s[0] + s[-1] == "()" and not found: return parse(s[1:-1], depth + 1)   # (5) is 5, (A) is A
+        return (s[0] + s[-1], children(parts)) if all(parts) else ("text", s)                             # tuple or interval
     m = re.fullmatch(r"\\begin\{([pbvBV]?)matrix\}(.*)\\end\{\1matrix\}", s)
     if m and "\\begin" not in m[2]:
-        rows = [split(row, "&")[0] for row in m[2].strip("¶").split("¶")]
-        return "det" if m[1] in ("v", "V") else "matrix", [("row", sub(row)) for row in rows]
+        rows = [("row", children(split(row, "&")[0])) for row in m[2].strip("¶").split("¶")]
+        return "determinant" if m[1] in ("v", "V") else "matrix", rows
     return "sum", sorted(terms(s, depth))
 
 
 def relation(parts, ops, depth):
-    """x = 5 is (name, 5); 5 ≤ x is x ≥ 5; a < x < b is (a,b); x = 1/3 ≈ 0.33 is x = 1/3; 2+3 = 5 is 5."""
+    """x = 5 is 5 with a name; x ≥ 5 is 5 ≤ x; a < x < b is (a,b); x = 1/3 ≈ 0.33 is x = 1/3; 2+3 = 5 is 5."""
     if "≈" in ops:
         i = ops.index("≈")
-        if i == 0 and (not parts[0] or NAME.fullmatch(parts[0])): ops[0] = "="                     # x ≈ 5 and ≈ 5
-        else: parts, ops = parts[:i + 1], ops[:i]                                                  # the exact value counts
+        if i == 0 and (not parts[0] or NAME.fullmatch(parts[0])): ops[0] = "="             # x ≈ 5, ≈ 5
+        else: parts, ops = parts[:i + 1], ops[:i]                                          # the exact value counts
     if parts[0] == "" and ops[:1] == ["="]: parts, ops = parts[1:], ops[1:]
     if not ops: return parse(parts[0], depth)
     if not all(parts): return "text", "".join(p + o for p, o in zip(parts, ops + [""]))
     if set(ops) == {"="} and len(ops) > 1 and value(parts[-1]) is not None: parts, ops = [parts[0], parts[-1]], ["="]   # x = 2+3 = 5
-    if len(ops) == 1 and ops[0] in "=∈":
+    if ops in (["="], ["∈"]):
         left, right = parts if NAME.fullmatch(parts[0]) or not NAME.fullmatch(parts[1]) else parts[::-1]
         if NAME.fullmatch(left): return "name " + left, [parse(right, depth)]
         bare, result = re.sub(r"\\[a-zA-Z]+", "", left), value(right)
-        if re.search("[0-9]", bare) and not re.search("[A-Za-z]", bare) and result is not None and value(left) in (None, result):
-            return parse(right, depth)                                                             # 2+3 = 5, but not 7 = x+2
+        if result is not None and value(left) in (None, result) and re.search("[0-9]", bare) and not re.search("[A-Za-z]", bare):
+            return parse(right, depth)                                                     # 2+3 = 5, but not 7 = x+2
     if set(ops) <= set(">≥"): parts, ops = parts[::-1], ["<" if op == ">" else "≤" for op in ops[::-1]]
-    if len(ops) == 1 and ops[0] in "=<≤≠":                                                         # all on one side, first coefficient 1 or -1
-        left = sorted((text, c) for text, c in terms(parts[0]) + [(text, -c) for text, c in terms(parts[1])] if c)
-        scale = (left[0][1] if ops[0] in "=≠" else abs(left[0][1])) if left else 1
-        return ops[0] + "0", [(text, c / scale) for text, c in left]
+    if len(ops) == 1 and ops[0] in "=<≤≠":                                                 # to one side, first coefficient 1 (or -1 for <)
+        side = sorted((text, c) for text, c in terms(parts[0]) + [(text, -c) for text, c in terms(parts[1])] if c)
+        scale = (side[0][1] if ops[0] in "=≠" else abs(side[0][1])) if side else 1
+        return "sum" + ops[0], [(text, c / scale) for text, c in side]
     if len(ops) == 2 and set(ops) <= set("<≤") and NAME.fullmatch(parts[1]):
         return ("(" if ops[0] == "<" else "[") + (")" if ops[1] == "<" else "]"), [parse(parts[0], depth), parse(parts[2], depth)]
     return "".join(ops), [parse(p, depth) for p in parts]
 
 
 def number(s):
-    """Reads a number at the start of s: (Fraction, the rest), or (None, s)."""
-    m = re.match(r"10\^\{([+-]?[0-9]+)\}()()", s)
-    mantissa, exponent = ("1", m[1]) if m else ("", "0")
-    if not m and (m := NUMBER.match(s)): mantissa, exponent = m[1], m[2] or m[3] or "0"
-    if not m or m.end() > 400 or len(exponent) > 4 or abs(int(exponent)) > 400: return None, s      # huge: compared as text
-    return Fraction(mantissa if mantissa[-1] != "." else mantissa[:-1]) * Fraction(10) ** int(exponent), s[m.end():]
+    """The number at the start of s and the rest: (Fraction, rest), or (None, s). ASCII digits; 5 .5 5. 5e3 5*10^{3} 10^{3}, none huge."""
+    m = NUMBER.match(s)
+    exponent = m and (m[1] or m[3] or m[4]) or "0"
+    if not m or m.end() > 400 or len(exponent) > 4 or abs(int(exponent)) > 400: return None, s
+    return Fraction(m[2] or "1") * Fraction(10) ** int(exponent), s[m.end():]
 
 
 def value(s, depth=0):
@@ -244,75 +248,133 @@ def value(s, depth=0):
 
 
 def terms(s, depth=0):
-    """The terms of a sum as (text, coefficient): 2x-\\frac{3\\pi}{4} -> ("x", 2), ("π", -3/4). A number has the text "". Nothing is added up."""
-    whole = [(s.lower() if s.isalpha() and len(s) > 2 else s or "nothing", Fraction(1))]                         # Even is even
-    if not s or depth > DEEPEST or OPAQUE.search(s): return whole
+    """The terms of a sum, (text, coefficient) each: 2x-\\frac{3π}{4} is ("x", 2), ("π", -3/4). A number has the text "". No sums."""
+    whole = [(s.lower() if s.isalpha() and len(s) > 2 else s or "nothing", Fraction(1))]   # Even is even
+    if not s or s.isalpha() or depth > DEEPEST or OPAQUE.search(s): return whole
     pieces, level, begin = [], 0, 0
     for i, c in enumerate(s):
         level += (c in "([{⦃") - (c in ")]}⦄")
-        if level == 0 and c in "+-" and i > begin and s[i - 1] not in "*/^_(+-" and not re.search(r"[0-9.][eE][+-][0-9]", s[max(0, i - 2):i + 2]):
-            pieces.append(s[begin:i]); begin = i
+        if level or c not in "+-" or i == begin or s[i - 1] in "*/^_(+-" or re.match(r"[0-9.][eE][+-][0-9]", s[max(0, i - 2):]): continue
+        pieces.append(s[begin:i]); begin = i
     found = []
     for piece in pieces + [s[begin:]]:
-        sign = -1 if piece[0] == "-" else 1
         body = piece[piece[0] in "+-":]
         if not body: return whole
-        found += [(text, sign * c) for text, c in term(body, depth + 1)]
+        found += [(text, -c if piece[0] == "-" else c) for text, c in term(body, depth + 1)]
     return found
 
 
 def term(s, depth):
-    """The terms of one unsigned term: a number, a fraction, a mixed number, number times text, or a sum over a number."""
+    """The terms of one unsigned term: a number, a fraction, a mixed number, a number times text, or a sum over a number."""
+    alone = [(s, Fraction(1))]                                                             # no rule holds: all of it is text
     c, rest = number(s)
-    if c is not None and not rest: return [("", c)]
-    if c is not None and (m := re.fullmatch(r" ?([0-9]+)/([0-9]+)", rest)) and rest[0] == " " and len(rest) < 400:
-        a, b = int(m[1]), int(m[2])
-        return [("", c + Fraction(a, b))] if c.denominator == 1 and 0 < a < b else [(s, Fraction(1))]   # 3 1/2
-    if c is not None and rest[0] == "/":
-        d, tail = number(rest[1 + (rest[1:2] == "-"):])
-        return [("", c / d * (-1 if rest[1] == "-" else 1))] if d and not tail else [(s, Fraction(1))]  # 3/4
-    if c is not None and not re.match(r"[A-Za-zπ∞(\\]", rest): return [(s, Fraction(1))]            # 2^{9}, 101_{2}, 5!, 1:2 are no multiples
-    coefficient = Fraction(1) if c is None else c
+    mixed = lambda part: [("", c + part)] if c.denominator == 1 and 0 < part < 1 else alone
+    if c is not None:
+        if not rest: return [("", c)]
+        m = re.fullmatch(r"( ?)([0-9]{1,99})/([0-9]{1,99})|/(-?)(.+)", rest)
+        if m and m[1]: return mixed(Fraction(int(m[2]), int(m[3]))) if int(m[3]) else alone                      # 3 1/2
+        if m and m[5]:
+            d, tail = number(m[5])
+            return [("", c / (-d if m[4] else d))] if d and not tail else alone                                  # 3/4
+        if not MULTIPLE.match(rest) and not rest.startswith("\\frac{"): return alone
+    k = Fraction(1) if c is None else c
     if rest.startswith("\\frac{"):
         i = closing(rest, 5); j = closing(rest, i + 1) if rest[i + 1:i + 2] == "{" else -1
-        if i < 0 or j < 0 or rest[i] + rest[j] != "}}": return [(s, Fraction(1))]
+        if j < 0 or rest[i] + rest[j] != "}}": return alone
         top, d, tail = terms(rest[6:i], depth), value(rest[i + 2:j], depth), rest[j + 1:]
-        a = top[0][1] if d and len(top) == 1 and top[0][0] == "" else None
-        if a is not None and c is not None: return [("", c + a / d)] if c.denominator == 1 and 0 < a < d and not tail else [(s, Fraction(1))]
-        if a is not None: return [(factors(tail, depth), a / d)] if tail[:1] not in tuple("0123456789.^_!'*/\\") or re.match(r"\\sqrt", tail) else [(s, Fraction(1))]
-        if d and not tail and not OPAQUE.search(rest): return [(text, coefficient * k / d) for text, k in top]   # \frac{1+\sqrt{5}}{2}
-    m = re.fullmatch(r"([^/]+)/([0-9]{1,99})", rest)                                                # \sqrt{2}/2, (1+\sqrt{5})/2
-    if m and int(m[2]) and not re.search(r"\\(?!sqrt|frac)", m[1]):
+        if d and len(top) == 1 and top[0][0] == "":
+            if c is not None: return mixed(top[0][1] / d) if not tail else alone                                 # 3\frac{1}{2}
+            return [(factors(tail, depth), top[0][1] / d)] if not tail or MULTIPLE.match(tail) else alone        # \frac{3}{4}, \frac{3}{4}π
+        if d and not tail: return [(text, k * a / d) for text, a in top]                                         # \frac{1+\sqrt{5}}{2}
+    m = re.fullmatch(r"([^/]+)/([0-9]{1,99})", rest)
+    if m and int(m[2]) and not re.search(r"\\(?!sqrt|frac)", m[1]):                                             # \sqrt{2}/2, (1+\sqrt{5})/2
         inside = terms(m[1][1:-1], depth) if m[1][0] == "(" and closing(m[1]) == len(m[1]) - 1 else [(factors(m[1], depth), Fraction(1))]
-        return [(text, coefficient * k / int(m[2])) for text, k in inside]
-    return [(factors(rest, depth), coefficient)]
+        return [(text, k * a / int(m[2])) for text, a in inside]
+    return [(factors(rest, depth), k)]
 
 
 def factors(s, depth):
-    """Products of roots, π and powers of letters, or of sums in brackets, in one order: \\sqrt{3}i and i\\sqrt{3}, (x+2)(x-2) and (x-2)(2+x)."""
-    if depth > DEEPEST: return s
+    """One order for a product of roots, π and powers of letters, or of sums in brackets: i\\sqrt{3}, \\sqrt{3}i; (x+2)(x-2), (x-2)(2+x)."""
     if re.search(r"\\sqrt|π|\^", s) and re.fullmatch(FACTOR + "{2,}", s): return "".join(sorted(re.findall(FACTOR, s)))
     if not re.fullmatch(GROUP + "+", s) or not all(re.search(r".[+-]", inner) for inner, _ in re.findall(GROUP, s)): return s
     return "".join(sorted(f"{sorted(terms(inner, depth + 1))}{power}" for inner, power in re.findall(GROUP, s)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------------------------------
 # compare
 
 def same(a, b):
-    """Are two trees equal? In order, but sets and unions in any order. A name (x =) on one side only is dropped."""
+    """Are two trees equal? Child by child, sets and unions in any order. A name (`x =`) on one side is dropped, two names must agree."""
     if a[0].startswith("name ") and b[0].startswith("name ") and a[0] != b[0]: return False
     a, b = (t[1][0] if t[0].startswith("name ") else t for t in (a, b))
-    if a[0] == b[0] and a[0] in ("set", "∪"): return set(map(repr, a[1])) == set(map(repr, b[1]))
     if a[0] != b[0] and {a[0], b[0]} != {"set", "list"}: return False
-    if a[0] in ("sum", "text", "=0", "<0", "≤0", "≠0"): return a[1] == b[1]
+    if a[0] in ("set", "∪") and a[0] == b[0]: return set(map(repr, a[1])) == set(map(repr, b[1]))
+    if a[0].startswith("sum") or a[0] == "text": return a[1] == b[1]
     return len(a[1]) == len(b[1]) and all(same(x, y) for x, y in zip(a[1], b[1]))
 
 
 def answers_equal(pred, gold):
-    """Is the answer pred equal to gold? Exact, symmetric, always a bool. None, nothing, nan or inf, and a note such as `see figure` equal nothing."""
+    """Is the answer pred equal to gold? Exact and symmetric, always a bool.
+
+    What is no answer equals nothing, not even itself: None, empty wrappers, nan, inf, a division by zero, a note such as `see figure`."""
     if pred is None or gold is None: return False
     if any(re.fullmatch(r"(?is)see\s.*|[+-]?(?:nan|inf)|n/a|null|", s.strip()[:LONGEST]) for s in (pred, gold)): return False
     if max(len(pred), len(gold)) > LONGEST: return pred.strip() == gold.strip()
     pred, gold = clean(pred), clean(gold)
-    return pred != "" and gold != "" and (pred == gold or same(parse(pred), parse(gold)))
+    if any(not re.search(r"[\w∞∅<>=≤≥]", s) or re.search(r"/0+(?![0-9.])|\}\{0+\}", s) for s in (pred, gold)): return False
+    return pred == gold or same(parse(pred), parse(gold))
+
+
+HARD_CASES = (   # prediction, gold, equal?, why
+    ("2{,}125", "2,125", True, "thousands separators are dropped on both sides"),
+    ("2,12", "2,125", False, "a list of two numbers"),
+    ("32, 349", "32349", False, "a comma and a blank make a list, no thousands"),
+    (r"\$45.00", "45", True, "currency, trailing zeros"),
+    ("45.01", "45", False, "no tolerance"),
+    ("\u221210", "-10", True, "Unicode minus"),
+    ("5-15", "-10", False, "nothing is computed"),
+    ("36", "6", False, "the gold is no substring to look for"),
+    ("6 or 8", "6", False, "one answer, not a choice"),
+    ("not 6", "6", False, "words that change the value stay"),
+    (r"-\frac{3}{-4}", ".75", True, "fractions and decimals are rational numbers"),
+    (r"\frac34", "3/4", True, "TeX arguments without braces"),
+    (r"3\frac{1}{2}", "7/2", True, "a mixed number"),
+    ("3/0", "3/0", False, "a division by zero is no answer"),
+    ("33.3333", r"\frac{100}{3}", False, "a rounded decimal is another number"),
+    (r"35\%", "35", True, "percent signs are dropped on both sides"),
+    ("0.35", "35%", False, "0.35 is not 35%"),
+    ("42", "042", True, "leading zeros"),
+    ("18e0", "18", True, "scientific notation is read"),
+    (r"1.5 \times 10^{-3}", "0.0015", True, "in its TeX spelling too"),
+    ("1_8", "18", False, "an underscore is no digit: this is 1 in base 8"),
+    ("nan", "nan", False, "no number, and no answer"),
+    ("\uff11\uff18", "18", False, "only ASCII digits are digits"),
+    ("9**9**9", "387420489", False, "nothing is evaluated"),
+    ("1e999999999", "4", False, "too large to read: text, at once"),
+    ("10 square feet", r"10\text{ cm}^2", True, "units are dropped, whatever they are"),
+    ("5 million", "5", False, "not a unit"),
+    ("5x", "5", False, "a letter is not a unit"),
+    (r"90^\circ", "90 degrees", True, "degrees are dropped"),
+    ("x = 5", "5", True, "a name in front is dropped"),
+    ("y = 5", "x = 5", False, "two names that differ"),
+    ("y=1, x=2", "x=1, y=2", False, "each part keeps its name"),
+    ("1, 2", "2, 1", False, "a list has an order"),
+    (r"\{1,2\}", r"\{2, 1\}", True, "a set has none"),
+    ("(0.5,3)", r"\left(\frac{1}{2}, 3\right)", True, "tuples are compared part by part"),
+    ("[0,1)", "(0,1)", False, "closed and open ends differ"),
+    (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2) \cup (3,\infty)", True, "a union has no order"),
+    (r"5 \le x", r"x \geq 5", True, "the same inequality"),
+    (r"\begin{pmatrix}1/2\\2\end{pmatrix}", r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}", True, "matrices, entry by entry"),
+    ("1 + 2x + x^2", "x^{2}+2*x+1", True, "terms of a sum in any order"),
+    (r"\frac{9\pi}{4}", r"\frac94\pi", True, "a rational factor in any spelling"),
+    ("(2+x)(x-2)", "(x-2)(x+2)", True, "factors in any order"),
+    (r"2\sqrt{3}", r"\sqrt{12}", False, "roots are not simplified"),
+    (r"\text{(B)}", "B", True, "a choice"),
+    ("see figure", "see figure", False, "an unreadable gold pays nobody"),
+)
+
+if __name__ == "__main__":
+    print(f"{'prediction':36}{'gold':44}{'equal':7}why")
+    for pred, gold, equal, why in HARD_CASES:
+        verdict = answers_equal(pred, gold)
+        print(f"{pred:36}{gold:44}{'yes' if verdict else 'no':7}{why}{'' if verdict == equal else '   <-- WRONG VERDICT'}")

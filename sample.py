@@ -148,13 +148,14 @@ def completion_texts(tokenizer, samples):
 
 
 def show_completion(tokenizer, ids, lam, color):
-    """The text with its conflict tokens marked: [..]x2 have weight 2, [..]x0 have weight 0, the rest counts once."""
+    """The text with its conflict tokens marked: [..]x2 have weight 2, [..]x0 have weight 0, the rest counts once. Control characters are
+    escaped: a line stays a line, and nothing that a model writes can steer the terminal."""
     text, parts, start, place = tokenizer.decode(ids), [], 0, 0
     for t in range(1, len(ids) + 1):
         if t < len(ids) and lam[t] == lam[start]:
             continue
         end = len(text) if t == len(ids) else len(tokenizer.decode(ids[:t]).rstrip("\ufffd"))      # a run may end inside a character
-        piece, weight = text[place:end].replace("\n", "\\n"), int(lam[start])
+        piece, weight = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[place:end]), int(lam[start])
         if weight != 1:
             piece = f"[{piece}]x{weight}"
             piece = f"\x1b[{'1;32' if weight == 2 else '34'}m{piece}\x1b[0m" if color else piece

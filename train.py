@@ -58,7 +58,7 @@ class TrainConfig:
     dtype: str = "auto"                 # of the forward pass: float32, or bfloat16 by autocast; auto: bfloat16 on cuda. Weights are float32
 
     # supervised warm-up (SFT) on the gold solutions in the tagged format; for arithmetic on demonstrations with mistakes
-    sft_steps: int = 700                # 0: none
+    sft_steps: int = 700                # updates of the warm-up; 0: none
     sft_batch_size: int = 64            # demonstrations per step, over all processes
     sft_learning_rate: float = 3e-3     # peak; cosine to 0
     sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution) are skipped and counted
@@ -82,7 +82,7 @@ class TrainConfig:
     gamma: float = 0.1                  # weight of the entropy term A - gamma <H>; 0 turns it off
     conflict: bool = True               # protect conflict tokens: weight 2 where A > 0, 0 where A < 0
     entropy_filter: bool = True         # drop completions with <H> above the threshold if the policy began below it
-    entropy_threshold: float = math.log(2)  # nats
+    entropy_threshold: float = math.log(2)  # of the filter, in nats
     filter_negative_only: bool = False  # the filter drops only completions with A < 0
 
     # GRPO
@@ -156,7 +156,8 @@ def read_config(argv):
                 raise ValueError(f"two configuration files given, {file} and {word}; give one, and flags as --name=value")
             file = word
             continue
-        name, given, value = word[2:].replace("-", "_").partition("=")
+        name, given, value = word[2:].partition("=")
+        name = name.replace("-", "_")
         kind = known(name, f"flag --{name}")
         if not given:
             if kind is bool or name == "resume":
@@ -351,7 +352,8 @@ def main(argv):
     check_config(c, int(os.environ.get("WORLD_SIZE", 1)))
     processes = Processes(c.device, c.timeout_minutes)
     try:
-        train(c, processes)
+        with Signals() as signals:
+            train(c, processes, signals)
     finally:
         if processes.size > 1:
             dist.destroy_process_group()
@@ -424,7 +426,7 @@ def keep_metrics_before(path, step):
 # ---------------------------------------------------------------------------------------------------------------------------
 # the loop
 
-def train(c, processes):
+def train(c, processes, signals):
     rank, device, main = processes.rank, processes.device, processes.main
     say = tqdm.write if main else lambda text: None
     out = os.path.join(c.out_dir, c.name)
@@ -515,7 +517,6 @@ warm-up   {sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning r
 RL        {steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions of up to {c.max_new_tokens} tokens, learning rate {c.learning_rate:g}
 output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
 """)
-    signals = Signals()
     reference, bar = None, None
     for step in range(start, sft_steps + steps):
         began, rl = time.time(), step >= sft_steps
@@ -666,18 +667,22 @@ train on            python train.py --resume --resume_force --steps={2 * c.steps
 class Signals:
     """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one stops at once."""
 
-    def __init__(self):
+    def __enter__(self):
         self.received = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.handle)
+        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
     def handle(self, number, frame):
         self.received = 1
         signal.signal(number, signal.SIG_DFL)
 
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
 
 def before_after(before, after):
-    names = [k for k in after if k.startswith(("pass@", "maj@"))] + ["format", "truncated"]
+    names = [k for k in after if k.startswith(("pass@", "maj@")) and k != "maj@1"] + ["format", "truncated"]
     lines = [f"{'':12}{'before':>8}{'after':>8}"] if before else [f"{'':12}{'after':>8}"]
     for name in names:
         lines.append(f"{name:12}" + (f"{100 * before[name]:7.1f}%" if before else "") + f"{100 * after[name]:7.1f}%")

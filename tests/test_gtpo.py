@@ -400,6 +400,7 @@ def test_kl_by_hand():
     kl = gtpo.kl_penalty(logps, ref, mask)
     assert kl.item() == pytest.approx((k3 / 2 + k3) / 2)
     kl.backward()
+    assert gtpo.kl_tokens(torch.tensor([0.0, -1]), torch.tensor([math.log(2), -1])).tolist() == pytest.approx([k3, 0])
     torch.testing.assert_close(logps.grad, torch.tensor([[-0.25, 0, 0], [-0.5, 0, 0]]))  # (1 - e^d) / (2 |o_i|)
     with pytest.raises(ValueError, match="ref_logps is missing"):
         gtpo.grpo_loss(logps, mask, torch.ones(2), beta=0.1)
@@ -486,7 +487,7 @@ def small(monkeypatch):
     """N = 7, V = 11, H = 5, float64; blocks of the vocabulary so small that the head's gradient needs several, the last one shorter."""
     monkeypatch.setattr(gtpo, "CHUNK_ELEMENTS", 30)
     torch.manual_seed(0)
-    return torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64), torch.tensor([0, 10, 3, 3, 7, 1, 9])
+    return torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64), torch.tensor([0, 10, 3, 6, 7, 1, 9])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -553,6 +554,14 @@ def test_token_logps_in_bf16(small, mode):
     torch.testing.assert_close(entropy, expected_entropy.float(), atol=0.06, rtol=0)
     for g, x, e in zip(ours, (h, W), gradients):
         assert g.dtype == x.dtype and (g.double() - e).norm() < 0.03 * e.norm()
+
+
+def test_backward_under_autocast_keeps_the_forward_dtype(small):
+    hidden, head, ids = (x.float() if x.is_floating_point() else x for x in small)
+    expected = torch.autograd.grad(whole(hidden.requires_grad_(), head.requires_grad_(), ids)[0].sum(), (hidden, head))
+    logps, _ = gtpo.token_logps(hidden, head, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(torch.autograd.grad(logps.sum(), (hidden, head)), expected)
 
 
 def test_float32_softmax_of_bf16_logits():

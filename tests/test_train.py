@@ -1,0 +1,359 @@
+"""train.py: configuration, the pieces of a step, and whole tiny runs (started as commands, as users do)."""
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+
+import train
+from model import GPT
+from train import (TrainConfig, check_config, keep_metrics_before, learning_rate, make_tiny_model, micro_batches, order, read_config,
+                   completion_logps, save_checkpoint, to_toml)
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TINY = ["--sft_steps=4", "--sft_batch_size=8", "--steps=4", "--prompts_per_step=4", "--group_size=4", "--max_new_tokens=12", "--eval_problems=4",
+        "--eval_samples=2", "--show_every=2", "--device=cpu"]
+
+
+def run(cwd, *flags):
+    """Runs the command's main in this process, in the folder cwd; returns what it printed."""
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as text:
+        train.main([*TINY, *flags])
+    return text.getvalue()
+
+
+def command(cwd, *flags, processes=1):
+    """Runs the command as a user does, or torchrun with several processes; returns the finished process with its output as text."""
+    start = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return subprocess.run([*start, os.path.join(ROOT, "train.py"), *TINY, *flags], cwd=cwd, capture_output=True, text=True, timeout=170,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def metrics(folder):
+    with open(os.path.join(folder, "metrics.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+# ---- configuration ----------------------------------------------------------------------------------------------------------
+
+def test_flags_take_the_type_of_the_field():
+    """P80: `--learning_rate=1` is 1.0 and `--name=2024` is text; the literal need not look like the default."""
+    c = read_config(["--learning_rate=1", "--name=2024", "--conflict=false", "--overwrite", "--resume", "--steps", "7"])
+    assert (c.learning_rate, type(c.learning_rate)) == (1.0, float)
+    assert (c.name, c.conflict, c.overwrite, c.resume, c.steps) == ("2024", False, True, "yes", 7)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--lerning_rate=1e-5"], "nearest is learning_rate"), (["--steps=1.5"], "whole number"), (["--gamma=much"], "a number"),
+    (["--gamma=nan"], "a number"), (["--conflict=maybe"], "true or false"), (["--steps"], "needs a value"), (["a.toml", "b.toml"], "two configuration"),
+])
+def test_bad_flags_are_named(argv, says):
+    with pytest.raises(ValueError, match=says):
+        read_config(argv)
+
+
+@pytest.mark.parametrize("text, says", [
+    ("lerning_rate = 1e-5", "nearest is learning_rate"), ("steps = '5'x", "not valid TOML"), ("steps = true", "whole number"),
+    ("gamma = 'much'", "a number"), ("[gtpo]\ngamma = 1", "gtpo"),
+])
+def test_bad_toml_is_named(tmp_path, text, says):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ValueError, match=says) as e:
+        read_config([str(tmp_path / "bad.toml")])
+    assert "bad.toml" in str(e.value)
+
+
+def test_missing_toml_is_named():
+    with pytest.raises(FileNotFoundError, match="nowhere.toml"):
+        read_config(["nowhere.toml"])
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    (tmp_path / "a.toml").write_text("steps = 5\ngamma = 1\n")
+    c = read_config([str(tmp_path / "a.toml"), "--steps=6"])
+    assert (c.steps, c.gamma, c.group_size) == (6, 1.0, TrainConfig().group_size)
+
+
+@pytest.mark.parametrize("name", sorted(os.listdir(os.path.join(ROOT, "config"))))
+def test_presets_are_valid(name):
+    check_config(read_config([os.path.join(ROOT, "config", name)]), 1)
+
+
+def test_written_configuration_reads_back(tmp_path):
+    c = TrainConfig(name="x", system_prompt='say "hi"\n\\ <b>', gamma=0.5, conflict=False)
+    (tmp_path / "c.toml").write_text(to_toml(c))
+    assert TrainConfig(**tomllib.loads(to_toml(c))) == c == read_config([str(tmp_path / "c.toml")])
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(algo="ppo"), "algo"), (dict(group_size=1), "group_size"), (dict(prompts_per_step=0), "prompts_per_step"), (dict(temperature=0.0), "temperature"),
+    (dict(sft_steps=0, steps=0), "nothing to do"), (dict(name="../x"), "name"), (dict(updates_per_rollout=2), "updates_per_rollout"),
+    (dict(dtype="float16"), "dtype"), (dict(gamma=-1.0), "gamma"), (dict(adam_beta2=1.0), "adam_beta2"),
+])
+def test_settings_that_cannot_work_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        check_config(TrainConfig(**change), 1)
+
+
+def test_sizes_that_do_not_divide_name_both_numbers():
+    """P65: 3 prompts per step on 2 processes."""
+    with pytest.raises(ValueError, match="prompts_per_step=3.* 2 processes"):
+        check_config(TrainConfig(prompts_per_step=3), 2)
+    check_config(TrainConfig(prompts_per_step=4), 2)                                # P64: by the number of processes, not of devices
+
+
+def test_help_lists_every_field_with_its_comment():
+    text = train.help_text()
+    for name in TrainConfig.__dataclass_fields__:
+        line = next(line for line in text.splitlines() if line.startswith(f"  --{name}="))
+        assert len(line.split(maxsplit=1)[1]) > 15
+
+
+# ---- the pieces of a step ------------------------------------------------------------------------------------------------------
+
+def test_order_is_a_new_permutation_every_epoch_and_follows_from_the_seed():
+    epochs = [[order(e * 50 + i, 50, 0, "rl") for i in range(50)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50)) and epochs[0] != epochs[1]
+    assert [order(i, 50, 1, "rl") for i in range(50)] != epochs[0] and [order(i, 50, 0, "sft") for i in range(50)] != epochs[0]
+
+
+def test_micro_batches_hold_every_completion_once_within_the_budget():
+    rng = random.Random(0)
+    for budget in (1, 40, 200, 10**6):
+        prompt_lengths = [rng.randint(1, 20) for _ in range(6)]
+        prompt_of = [p for p in range(6) for _ in range(4)]
+        lengths = [rng.randint(1, 30) for _ in prompt_of]
+        micros = list(micro_batches(prompt_lengths, lengths, prompt_of, budget))
+        assert sorted(i for m in micros for i in m) == list(range(24))
+        for m in micros:
+            prompts = {prompt_of[i] for i in m}
+            cost = len(prompts) * max(prompt_lengths[p] for p in prompts) + len(m) * max(lengths[i] for i in m)
+            assert cost <= budget or len(m) == 1
+    assert len(micros) == 1 and list(micro_batches([3], [], [], 10)) == []
+
+
+def test_learning_rate_rises_linearly_and_falls_as_a_cosine():
+    assert [round(learning_rate(s, 100, 1.0, 0.04), 4) for s in (0, 1, 3, 4)] == [0.25, 0.5, 1.0, 1.0]
+    assert learning_rate(52, 100, 1.0, 0.04) == pytest.approx(0.5)
+    assert learning_rate(99, 100, 1.0, 0.0) == pytest.approx(0.5 * (1 + math.cos(0.99 * math.pi)))
+    assert learning_rate(0, 1, 1.0, 0.005) == 1.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("tiny"))
+    make_tiny_model(folder, 0)
+    return folder
+
+
+def test_completion_logps_are_those_of_whole_sequences(tiny):
+    """Each prompt runs once for its completions, padding in both; the straightforward way runs every sequence alone."""
+    model = GPT.from_pretrained(tiny)
+    prompts, completions, prompt_of = [[5, 6, 7], [8, 9, 10, 11, 12], [1]], [[1, 2], [3, 4, 5, 6], [7], [8, 8, 8]], [1, 1, 0, 1]
+    got = completion_logps(model, prompts, completions, prompt_of, temperature=0.7)
+    want = []
+    for p, o in zip(prompt_of, completions):
+        logps = (model(torch.tensor([prompts[p] + o]))[0] / 0.7).log_softmax(-1)
+        want += [logps[len(prompts[p]) - 1 + t, token] for t, token in enumerate(o)]
+    torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=0)
+
+
+def test_update_skips_gradients_that_are_not_finite(tiny):
+    model = GPT.from_pretrained(tiny)
+    optimizer = train.make_optimizer(model, TrainConfig())
+    before = [p.detach().clone() for p in model.parameters()]
+    model.head_weight.grad = torch.full_like(model.head_weight, math.inf)
+    norm = train.update(model, optimizer, train.Processes("cpu", 1), 1e-2, 1.0)
+    assert not math.isfinite(norm) and all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_small_learning_rate_moves_the_weights():
+    """P83: weights in bfloat16 would round an update of 1e-6 away; ours are float32."""
+    weight = torch.nn.Parameter(torch.full((4, 4), 0.02))
+    model = torch.nn.Module()
+    model.weight = weight
+    optimizer = train.make_optimizer(model, TrainConfig(weight_decay=0.0))
+    processes = train.Processes("cpu", 1)
+    for _ in range(1000):
+        weight.grad = torch.ones_like(weight)
+        train.update(model, optimizer, processes, 1e-6, 0.0)
+    assert weight.mean().item() == pytest.approx(0.019, abs=2e-5)
+
+
+def test_checkpoint_is_replaced_only_when_whole(tmp_path, monkeypatch):
+    """P72: a writer that dies half-way leaves the previous checkpoint."""
+    save_checkpoint(str(tmp_path), {"step": 1})
+    real = torch.save
+
+    def dies(state, f):
+        real(state, f)
+        f.truncate(10)
+        raise OSError("No space left on device")
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(OSError):
+        save_checkpoint(str(tmp_path), {"step": 2})
+    assert torch.load(tmp_path / "ckpt.pt", weights_only=True) == {"step": 1}
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 1, "torn')
+    keep_metrics_before(str(path), 2)
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One uninterrupted run of 4 SFT and 4 GTPO steps: (working folder, its output)."""
+    cwd = tmp_path_factory.mktemp("run")
+    return cwd, run(cwd, "--name=whole", "--save_every=3")
+
+
+def test_run_leaves_everything_it_promises(finished):
+    cwd, _ = finished
+    out = cwd / "out" / "whole"
+    rows = metrics(out)
+    assert [r["step"] for r in rows if r["phase"] in ("sft", "gtpo")] == list(range(8))
+    assert [(r["phase"], r.get("label")) for r in rows if r["phase"] == "eval"] == [("eval", "before"), ("eval", "after")]
+    for name in ("reward", "accuracy", "format", "entropy", "kept", "conflict", "grad_norm", "loss", "lr", "truncated", "memory_mib"):
+        assert math.isfinite(rows[-2][name]), name
+    assert torch.load(out / "ckpt.pt", weights_only=True)["step"] == 8
+    trained, start = GPT.from_pretrained(str(out / "model")), GPT.from_pretrained(str(out / "init"))
+    assert not torch.equal(trained.head_weight, start.head_weight)
+    assert (out / "model" / "tokenizer.json").exists() and (out / "config.toml").exists()
+
+
+def test_screen_shows_plan_group_and_result(finished):
+    _, text = finished
+    for part in ("GTPO on arithmetic", "million parameters", "4 prompts x 4 completions", "out/whole", "one group", "advantage", "before", "pass@1",
+                 "python sample.py", "python eval.py", "--resume"):
+        assert part in text, part
+
+
+def test_second_run_in_the_same_folder_is_refused(finished):
+    cwd, _ = finished
+    before = (cwd / "out/whole/metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(cwd, "--name=whole")
+    assert (cwd / "out/whole/metrics.jsonl").read_bytes() == before
+
+
+def weights(folder):
+    return dict(GPT.from_pretrained(str(folder)).named_parameters())
+
+
+def learned(folder):
+    """metrics.jsonl without what a clock or the machine decides."""
+    return [{k: v for k, v in row.items() if k not in ("seconds", "sample_seconds", "memory_mib")} for row in metrics(folder)]
+
+
+@pytest.mark.parametrize("stop_after", [2, 6])
+def test_interrupted_and_resumed_equals_uninterrupted(finished, monkeypatch, stop_after):
+    """P70, P73: prompts, completions, optimizer, schedule and metrics continue exactly, in the warm-up and in RL."""
+    cwd, _ = finished
+    name, real, calls = f"stop{stop_after}", train.update, []
+
+    def update(*arguments):
+        calls.append(1)
+        if len(calls) == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+    monkeypatch.setattr(train, "update", update)
+    assert "--resume" in run(cwd, f"--name={name}")
+    assert torch.load(cwd / f"out/{name}/ckpt.pt", weights_only=True)["step"] == stop_after
+    monkeypatch.undo()
+    run(cwd, f"--name={name}", "--resume")
+    assert learned(cwd / f"out/{name}") == learned(cwd / "out/whole")
+    a, b = weights(cwd / f"out/{name}/model"), weights(cwd / "out/whole/model")
+    assert all(torch.equal(a[k], b[k]) for k in b)
+
+
+def test_resume_with_another_configuration_lists_what_differs(finished):
+    cwd, _ = finished
+    with pytest.raises(ValueError, match="gamma: 0.1 then, 0.5 now"):
+        run(cwd, "--name=whole", "--resume", "--gamma=0.5")
+
+
+def test_resume_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        run(tmp_path, "--resume")
+
+
+def assert_learned_the_same(cwd, name):
+    a, b = weights(cwd / "out/whole/model"), weights(cwd / f"out/{name}/model")
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-4
+    for row, other in zip(learned(cwd / "out/whole"), learned(cwd / f"out/{name}"), strict=True):
+        for key, value in row.items():
+            assert other[key] == (pytest.approx(value, rel=1e-3, abs=1e-4) if isinstance(value, float) else value), key
+
+
+def test_size_of_micro_batches_does_not_matter(finished):
+    """P51, P52: a mean of means, or a log of the last micro-batch only."""
+    cwd, _ = finished
+    run(cwd, "--name=micro", "--micro_tokens=40")
+    assert_learned_the_same(cwd, "micro")
+
+
+def test_two_processes_learn_what_one_learns(finished):
+    """P63, P67: the same prompts, completions, metrics and weights for any number of processes."""
+    cwd, _ = finished
+    done = command(cwd, "--name=two", processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_learned_the_same(cwd, "two")
+
+
+def test_grpo_with_kl_and_several_updates_runs(finished):
+    cwd, _ = finished
+    run(cwd, "--name=grpo", "--algo=grpo", "--beta=0.1", "--updates_per_rollout=2")
+    rows = [r for r in metrics(cwd / "out/grpo") if r["phase"] == "grpo"]
+    assert len(rows) == 4 and all(math.isfinite(r["loss"]) for r in rows)
+
+
+def test_sft_alone_runs(finished):
+    cwd, _ = finished
+    assert "pass@1" in run(cwd, "--name=sft", "--algo=sft")
+    assert [r["phase"] for r in metrics(cwd / "out/sft")] == ["sft"] * 4 + ["eval"]
+
+
+def test_user_mistakes_are_named(tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question":\n')
+    for flags, says in (((f"--data={tmp_path}/broken.jsonl",), "broken.jsonl:2"), (("--model=/nowhere",), "/nowhere"),
+                        (("--max_prompt_tokens=2",), "usable prompts"), (("--max_new_tokens=5000",), "positions"), (("--data=gsm9k",), "gsm8k")):
+        with pytest.raises((ValueError, OSError), match=says):
+            run(tmp_path, "--overwrite", *flags)
+
+
+def test_a_mistake_on_the_command_line_ends_with_one_message_and_code_2(tmp_path):
+    done = command(tmp_path, "--lerning_rate=1")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "learning_rate" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_folder_of_ones_own_trains_on_a_file_of_ones_own(finished):
+    """--model and --data: a Hugging Face folder and a JSONL file with worked solutions, held-out problems taken from the file."""
+    cwd, _ = finished
+    with open(cwd / "mine.jsonl", "w") as f:
+        for i in range(20):
+            f.write(json.dumps({"question": f"What is {i}+1?", "answer": f"Add one: <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}) + "\n")
+    text = run(cwd, "--name=mine", f"--model={cwd}/out/whole/model", f"--data={cwd}/mine.jsonl")
+    assert "16 problems" in text and "4 held out" in text
+    assert (cwd / "out/mine/model/config.json").exists() and not (cwd / "out/mine/init").exists()
+
+
+def test_imports_leave_the_environment_alone():
+    """P82: importing our modules must not choose devices for the user."""
+    code = ("import os, sys; sys.path.insert(0, %r); before = dict(os.environ)\n"
+            "import torch; state = torch.get_rng_state()\n"
+            "import model, tokenizer, data, rewards, gtpo, sample, eval, train\n"
+            "assert dict(os.environ) == before and torch.equal(state, torch.get_rng_state())" % ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "1"})
