@@ -118,7 +118,7 @@ RULES = [(re.compile(pattern), to) for pattern, to in (                    # in 
 SHORT_UNITS = set("m g s h L l C F cm mm km kg mg ml ft in yd mi lb lbs oz hr hrs mph kph sq gm".split())
 NO_UNITS = set("""am pm hundred thousand million billion trillion dozen half halve third quarter fourth fifth sixth seventh eighth ninth
     tenth hundredth thousandth millionth squared cubed factorial not no nor or and than more less least most to if is are was mod base
-    remainder plus minus over above below north south east west left right up down loss debt negative wrong incorrect
+    remainder plus minus over above below north south east west up down loss debt negative wrong incorrect
     pi sqrt root sin cos tan cot sec csc log ln exp infinity""".split())   # words that change the value
 
 

@@ -477,8 +477,9 @@ def test_rescore_shows_what_changes(command):
 def test_wrong_usage_is_one_message(command, model_folder):
     for flags, match in (("--temprature=1", "did you mean --temperature"), ("--n=2 --k=1,8", "k=8"), ("--k=1,x", "1,x"),
                          ("--n=many", "--n"), ("--n=0", "n=0"), ("--limit=0", "--limit=0"), ("--temperature=0", "n=1"),
-                         ("--temperature=-1", "temperature"), ("--device=abacus", "--device=abacus"), ("--data=nowhere.jsonl", "nowhere.jsonl"),
-                         ("--model=nowhere", "nowhere"), ("--max_new_tokens=64", "64"), ("--preset=essay", "essay"), ("--split=dev", "dev"),
+                         ("--temperature=-1", "temperature"), ("--device=abacus", "--device=abacus"),
+                         ("--data=nowhere.jsonl", "nowhere.jsonl"), ("--model=nowhere", "nowhere"),
+                         ("--max_new_tokens=64", "64"), ("--preset=essay", "essay"), ("--split=dev", "dev"),
                          ("--batch_prompts=0", "batch_prompts=0")):
         code, out, err = command(*flags.split())
         assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and match in err, (flags, err)

@@ -131,7 +131,7 @@ $2,125 and $3,000 , 5 ; 2125, 3000, 5 ; 2,125, 3,000 and 5
 1500 ; 1.5e3 ; 1.5E+3 ; 1.5 \times 10^3 ; 1.5 \cdot 10^{3} ; 1.5·10^3
 1000 ; 10^3 ; 10^{3} = 1000
 5 ; 5 cm ; 5cm ; 5\text{ cm} ; 5 \mbox{ cm}^2 ; 5\mathrm{~m/s}
-5 ; 5 apples ; 5 square feet ; 5 miles per hour ; 5\% ; 5% ; 5 percent ; 5^\circ ; 5°
+5 ; 5 apples ; 5 apples left ; 5 \text{ right triangles} ; 5 square feet ; 5 miles per hour ; 5\% ; 5% ; 5 percent ; 5^\circ ; 5°
 5 ; 5^{\circ}\text{C} ; 5 \text{ sq. ft.} ; 5\ \text{USD} ; 5 feet of snow ; €5 ; 5 \; \; \text {square cm} ; 5\text{}
 \frac{1}{3} ; \frac{1}{3} \textbf{meters} ; 1/3 cup
 5 ; x = 5 ; x=5 ; 5 = x ; \theta = 5 ; x_1 = 5 ; f(2) = 5 ; AB = 5
@@ -316,10 +316,11 @@ def test_no_two_different_expressions_are_equal():
 # hostile text ---------------------------------------------------------------------------------------------------------------------
 
 PIECES = [
-    "{", "}", "(", ")", "[", "\\{", "\\frac", "\\frac{", "\\frac{1+", "}{2}", "\\sqrt", "\\sqrt[", "\\text{", "\\text{ and", "\\boxed{",
-    "\\boxed ", "-", "+", "1,", "111,", "1 ", " ", "\n", "x", "x^", "_", "\\", "\\\\", "\\begin{pmatrix}", "&", "=", "<", "\\approx", "\\cup", "1/",
-    "/1", "x=", "sqrt(", "(x+1)", "\\pi", "1e", "1e5", "e+5", "9^{", "and ", "answer is ", "see ", " the", "1 cm", " pm", "|", ".", ",",
-    ",\\!000", "<answer>", "</answer>", "<reasoning>", "</reasoning>", "<think>", "-(-", "10^{", " 1/2", "٣", "½", "$", "%", "\\ ", "\\left(", "0"]
+    "{", "}", "(", ")", "[", "\\{", "\\frac", "\\frac{", "\\frac{1+", "}{2}", "\\sqrt", "\\sqrt[", "\\text{", "\\text{ and",
+    "\\boxed{", "\\boxed ", "-", "+", "1,", "111,", "1 ", " ", "\n", "x", "x^", "_", "\\", "\\\\", "\\begin{pmatrix}", "&", "=",
+    "<", "\\approx", "\\cup", "1/", "/1", "x=", "sqrt(", "(x+1)", "\\pi", "1e", "1e5", "e+5", "9^{", "and ", "answer is ", "see ",
+    " the", "1 cm", " pm", "|", ".", ",", ",\\!000", "<answer>", "</answer>", "<reasoning>", "</reasoning>", "<think>", "-(-",
+    "10^{", " 1/2", "٣", "½", "$", "%", "\\ ", "\\left(", "0"]
 
 
 @pytest.mark.parametrize("text", [

@@ -353,8 +353,9 @@ def test_hand_worked_logps():
         out = sample(always(2, 1, 0), [[0]], 1, 1, **options)
         assert out.ids.item() == 0 and out.logps.item() == pytest.approx(-0.407606, abs=1e-6)
         assert out.entropy.item() == pytest.approx(0.832395, abs=1e-5)              # of the whole distribution: 0.665241, 0.244728, 0.090031
-    out = sample(always(0, -1e9, 0), [[0]], 1, 3)                                   # a token without probability: ln 2, not nan
-    assert torch.allclose(out.entropy, torch.tensor(math.log(2)))
+    model = always(0, 0, 0)                                                         # a token of logit -inf: ln 2, not nan
+    model.table, model.head_weight = torch.ones(3, 1), torch.tensor([[0.0], [-math.inf], [0.0]])
+    assert torch.allclose(sample(model, [[0]], 1, 3).entropy, torch.tensor(math.log(2)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -380,7 +381,7 @@ def test_generator_makes_draws_reproducible_and_leaves_global_state_alone(models
 
 
 def test_noise_may_be_a_slice_of_something_larger(models):
-    noise = uniforms(3, 2, 20).double()
+    noise = uniforms(2, 3, 20).double().transpose(0, 1)                             # (P, G, L), not contiguous
     a = sample(models["qwen3"], PROMPTS, 2, 8, noise=noise[:, :, :8])
     b = sample(models["qwen3"], PROMPTS, 2, 8, noise=noise[:, :, :8].contiguous())
     longer = sample(models["qwen3"], PROMPTS, 2, 20, noise=noise)
@@ -571,7 +572,7 @@ def test_command_marks_what_it_sampled(folder, capsys, monkeypatch):
     right, wrong = ("<reasoning>\n1\n</reasoning>\n<answer>\n%s\n</answer>" % answer for answer in (59, 60))
 
     def fake(model, prompts, group_size, max_new_tokens, *args, noise):
-        assert (group_size, len(prompts), tuple(noise.shape)) == (3, 1, (1, 3, max_new_tokens))
+        assert (group_size, len(prompts), tuple(noise.shape)) == (3, 1, (1, 3, max_new_tokens)) and args == (0.5, 7, 0.9, (269,))
         ids, mask = torch.zeros(1, 3, 80, dtype=torch.long), torch.zeros(1, 3, 80, dtype=torch.bool)
         for g, text in enumerate((right, wrong, right)):
             ids[0, g, :len(text) + 1] = torch.tensor([*text.encode(), 269])
@@ -579,7 +580,8 @@ def test_command_marks_what_it_sampled(folder, capsys, monkeypatch):
         return sample_py.Samples(ids, mask, torch.zeros(1, 3, 80), torch.full((1, 3, 80), 0.5) * mask, torch.ones(1, 3, dtype=torch.bool))
 
     monkeypatch.setattr(sample_py, "sample", fake)
-    lines = run_main(capsys, f"--model={folder}", "--prompt=47+12?", "--gold=59", "--group=3", "--device=cpu").splitlines()
+    lines = run_main(capsys, f"--model={folder}", "--prompt=47+12?", "--gold=59", "--group=3", "--device=cpu", "--temperature=0.5", "--top_k=7",
+                     "--top_p=0.9").splitlines()
     start, end = right.replace("\n", "\\n").split("59")
     assert [line.split(maxsplit=4) for line in lines[2:5]] == [
         [reward, advantage, "0.500", str(len(right) + 1), f"[{start}{digits[0]}]{x}{digits[1]}[{end}<|end|>]{x}"]
@@ -597,7 +599,7 @@ def test_command_refuses_bad_usage(folder, capsys, extra):
 
 def test_command_refuses_what_the_model_cannot_do(folder):
     for extra, message in (("--temperature=-1", "temperature -1"), ("--top_p=2", "top_p 2"), ("--device=abacus", "device abacus"),
-                           (f"--adapter={folder}", "adapter_config.json"), ("--system_prompt=" + "a" * 500, "no room for the completion")):
+                           (f"--adapter={folder}", "adapter_config.json"), ("--prompt=" + "a" * 500, "no room for the completion")):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             sample_py.main([f"--model={folder}", "--prompt=1", "--device=cpu", extra])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import tokenizer as module
 from tokenizer import Tokenizer, write_byte_tokenizer
@@ -247,7 +248,7 @@ def test_decode_never_fails(tmp_path):
     ids = tok.encode("A\U0001f34e")
     assert tok.decode([*ids, 201, 257, 151900, 10**12, -1]) == "A\U0001f34e"
     assert [tok.decode(ids[:n]) for n in range(1, 6)] == ["A", "A\ufffd", "A\ufffd", "A\ufffd", "A\U0001f34e"]
-    assert tok.decode([]) == "" and tok.decode(np.array(ids)) == "A\U0001f34e"
+    assert tok.decode([]) == "" and tok.decode(np.array(ids)) == tok.decode(torch.tensor(ids)) == "A\U0001f34e"
 
 
 def test_decode_whole_lists(tmp_path):
