@@ -202,11 +202,11 @@ def arithmetic_problems(n=None, seed=0, split="train"):
     return [_addition(a, b) for a, b in sorted(pairs, key=lambda pair: _digest(seed, pair))[:n]]
 
 
-def _addition(a, b, slip=None, by=0):
-    """a+b as a Problem. A slip makes the "units" or "tens" wrong by `by`, or drops or invents the "carry"; the rest follows from it."""
-    units = a % 10 + b % 10 + (by if slip == "units" else 0)
-    carry = (units >= 10) != (slip == "carry")
-    tens = a // 10 + b // 10 + carry + (by if slip == "tens" else 0)
+def _addition(a, b, units_slip=0, tens_slip=0):
+    """a+b as a Problem, with the units or the tens wrong by a slip; what comes later follows from the slip."""
+    units = a % 10 + b % 10 + units_slip
+    carry = units >= 10
+    tens = a // 10 + b // 10 + carry + tens_slip
     solution = f"{a % 10}+{b % 10}={units};{a // 10}+{b // 10}{'+1' if carry else ''}={tens}"
     return Problem(f"{a}+{b}?", str(10 * tens + units % 10), solution, subject="arithmetic")
 
@@ -224,17 +224,19 @@ def demonstration(problem):
 
 def imperfect_demonstration(problem, rng, wrong=0.45, broken=0.25):
     """
-    A demonstration for the warm-up on arithmetic, which leaves RL something to improve. Two independent draws from rng (random.Random):
-    with probability `wrong` one slip (units or tens off by one, carry dropped or invented) and the wrong answer that follows from it;
-    with probability `broken` one of the four tags is missing, misspelt, or has its slash wrong.
+    A demonstration for the warm-up on arithmetic, which leaves RL something to improve. Independent draws from rng (random.Random): with
+    probability `wrong` the units, the tens or both are off by one, and so is the answer that follows from them; with probability
+    `broken` one of the four tags is missing, misspelt, or has its slash wrong.
     """
     operands = re.fullmatch(r"(\d\d)\+(\d\d)\?", problem.question)
     if not operands:
         raise ValueError(f"imperfect demonstrations are for arithmetic problems like '47+12?', not {problem.question!r:.80}")
-    if rng.random() < wrong:
-        a, b = int(operands[1]), int(operands[2])
-        by = rng.choice((-1, 1)) if a % 10 + b % 10 else 1                    # 0+0 cannot be one less
-        problem = _addition(a, b, rng.choice(("units", "tens", "carry")), by)
+    # the two steps slip independently, so that a policy that copies each step's odds is right as often as the demonstrations are
+    a, b, odds = int(operands[1]), int(operands[2]), 1 - (1 - wrong) ** 0.5
+    units_slip, tens_slip = (rng.choice((-1, 1)) if rng.random() < odds else 0 for _ in range(2))
+    if a % 10 + b % 10 + units_slip < 0:
+        units_slip = 1                                                        # 0+0 cannot be one less
+    problem = _addition(a, b, units_slip, tens_slip)
     text = demonstration(problem)
     if rng.random() < broken:
         tag, slashed, misspelt = rng.choice((("<reasoning>", "</reasoning>", "<reason>"), ("</reasoning>", "<reasoning>", "</reason>"),

@@ -44,14 +44,14 @@ def restrict(logits, top_k=0, top_p=1.0):
     return logits
 
 
-def draw(logits, uniforms):
-    """Draws one token per row by inverting the cumulative distribution: logits (B, V), uniforms (B,) in [0, 1) -> ids (B,).
+def draw(probs, uniforms):
+    """Draws one token per row by inverting the cumulative distribution: probs (B, V), uniforms (B,) in [0, 1) -> ids (B,).
     One uniform number per token, so a completion does not depend on what else is in the batch."""
-    cumulative = logits.softmax(-1).cumsum(-1)                                      # (B, V)
+    cumulative = probs.cumsum(-1)                                                   # (B, V)
     total = cumulative[:, -1]
     target = torch.minimum((uniforms.double() * total).to(total.dtype), total.nextafter(torch.zeros_like(total)))   # always below the total
     ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]         # never a token of probability 0
-    return ids.clamp(max=logits.shape[-1] - 1)                                      # nan logits lead past the end; sample() finds them
+    return ids.clamp(max=probs.shape[-1] - 1)                                       # rows of nan, which sample() refuses
 
 
 def seeded_uniforms(key, *shape):
@@ -109,17 +109,19 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     for t in range(L):
         row = rows.flatten()
         logits = F.linear(hidden, model.head_weight).float()                        # (B, V)
+        logps = (logits / (temperature or 1.0)).log_softmax(-1)                     # (B, V)
+        probs = logps.exp()                                                         # (B, V)
         if temperature == 0:
             ids = logits.argmax(-1)
+        elif top_k or top_p < 1:
+            ids = draw(restrict(logps, top_k, top_p).softmax(-1), noise[row, t])
         else:
-            logits = logits / temperature
-            ids = draw(restrict(logits, top_k, top_p), noise[row, t])               # (B,)
-        logps = logits.log_softmax(-1)                                              # (B, V)
-        active = alive[row]
+            ids = draw(probs, noise[row, t])                                        # (B,)
+        active = alive[row]                                                         # (B,)
         flat["ids"][row, t] = ids * active
         flat["mask"][row, t] = active
         flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0] * active
-        flat["entropy"][row, t] = torch.special.entr(logps.exp()).sum(-1) * active  # entr(p) = -p ln p, and 0 at p = 0
+        flat["entropy"][row, t] = -(probs * logps.clamp(min=-1e4)).sum(-1) * active  # clamped: 0 * -inf would be nan
         alive[row] = active & ~torch.isin(ids, eos)
         if t + 1 == L:
             break
