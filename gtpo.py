@@ -296,7 +296,7 @@ def head_gradient(ctx, grad_logps, logsumexp, hidden, head_weight, ids):
     scaled = (hidden * (grad_logps[used, None] / -ctx.temperature)).to(ctx.dtype)  # (N', H)
     hidden = hidden.to(ctx.dtype)
     grad_head = torch.empty_like(head_weight)
-    block = max(1, CHUNK_ELEMENTS // max(1, len(used)))
+    block = max(1, CHUNK_ELEMENTS // max(*hidden.shape, 1))  # rows of the head: their logits and their gradient both fit the chunk
     for W, grad, first in zip(head_weight.split(block), grad_head.split(block), range(0, len(head_weight), block)):  # (v, H)
         p = torch.mm(hidden, W.to(ctx.dtype).t()).to(ctx.exact).div_(ctx.temperature).sub_(logsumexp).exp_()  # (N', v)
         here = (ids >= first) & (ids < first + len(W))  # (N', 1) the token's own column lies in this block

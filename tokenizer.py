@@ -245,8 +245,8 @@ def map_text(value, change, key=None):
 
 class Tokenizer:
     """A tokenizer folder. eos_ids: all ids that end a turn; eos_id: the one of them to write; pad_id; bos_ids: what HF puts in front of a
-    text that is not a chat (a chat template writes BOS itself); vocab_size: highest id + 1; has_chat_template; folder; encoding: tiktoken's,
-    its ranks are not the ids."""
+    text that is not a chat (a chat template writes BOS itself); vocab_size: highest id + 1; has_chat_template; folder; encoding:
+    tiktoken's, whose ranks are not the ids."""
 
     @classmethod
     def from_pretrained(cls, folder):
@@ -332,7 +332,7 @@ class Tokenizer:
         except BaseException as error:      # the regex engine panics (not an Exception) at runs of more than about a million spaces
             if type(error).__name__ != "PanicException":
                 raise
-            raise ValueError(f"tiktoken cannot split this text of {len(text)} characters: too long a run of one kind of character") from None
+            raise ValueError(f"tiktoken cannot split this text of {len(text)} characters: too long a run of one kind") from None
         if None in ids:
             missing = bytes(sorted({b for b in text.encode() if self._ids[b] is None}))
             raise ValueError(f"{self.folder}: the vocabulary has no tokens for the bytes {missing!r} of the text")

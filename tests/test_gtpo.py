@@ -76,12 +76,13 @@ def random_group(rng, ties=True):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest tensor any operation makes, in elements, and how many matrix products there are."""
-    elements = products = 0
+    """Remembers the largest tensor any operation makes, in elements, the largest matrix product, and how many of these there are."""
+    elements = product = products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.products += "mm" in func.__name__
+        if "mm" in func.__name__:
+            self.products, self.product = self.products + 1, max(self.product, out.numel())
         self.elements = max([self.elements] + [t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)])
         return out
 
@@ -570,13 +571,16 @@ def test_float32_softmax_of_bf16_logits():
     assert logps.item() == pytest.approx(-math.log(4096), abs=1e-5) and entropy.item() == pytest.approx(math.log(4096), abs=1e-4)
 
 
-def test_logits_are_never_all_alive(monkeypatch):
+@pytest.mark.parametrize("N", [1, 64])
+def test_logits_are_never_all_alive(monkeypatch, N):
+    """Guards: for few tokens the blocks of the vocabulary are long, and a second head gradient is alive beside the first."""
     monkeypatch.setattr(gtpo, "CHUNK_ELEMENTS", 4096)
-    hidden, head = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
-    ids = torch.randint(0, 1000, (64,))
+    hidden, head = torch.randn(N, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    ids = torch.randint(0, 1000, (N,))
     with Largest() as largest:
         gtpo.token_logps(hidden, head, ids)[0].sum().backward()
-    assert largest.elements <= head.numel()  # the head itself; the logits would have 64,000
+    assert largest.product <= 4096  # all logits of 64 tokens would be 64,000, the head's gradient is 8,000
+    assert largest.elements <= head.numel()
     assert head.grad.shape == head.shape and hidden.grad.shape == hidden.shape
 
 

@@ -231,7 +231,7 @@ def test_lora_on_a_bfloat16_base(tmp_path):
     with torch.no_grad():
         logits = model(z["input_ids"])
         assert logits.dtype == torch.bfloat16 and (logits - z["logits"]).abs().mean() < 0.1 * z["logits"].std()
-    logits.requires_grad or model(z["input_ids"]).float().sum().backward()
+    model(z["input_ids"]).float().sum().backward()
     assert model.model.layers[0].mlp.up_proj.lora_A.grad.dtype == torch.float32
     model.save_pretrained(tmp_path / "merged")
     assert {t.dtype for t in load_file(tmp_path / "merged/model.safetensors").values()} == {torch.bfloat16}
@@ -328,7 +328,8 @@ def test_qwen3_takes_head_dim_from_the_config():
 
 def test_default_head_dim():
     base = {**TINY, "num_attention_heads": 6}
-    assert [Config.from_dict({**base, "model_type": t, "sliding_window": None}).head_dim for t in ("llama", "mistral", "qwen2", "qwen3")] == [4, 4, 4, 128]
+    head_dims = {t: Config.from_dict({**base, "model_type": t, "sliding_window": None}).head_dim for t in ("llama", "mistral", "qwen2", "qwen3")}
+    assert head_dims == {"llama": 4, "mistral": 4, "qwen2": 4, "qwen3": 128}
     assert Config.from_dict({**base, "model_type": "qwen3", "num_attention_heads": 10, "head_dim": 2}).head_dim == 2
     assert Config.from_dict({**base, "model_type": "llama", "head_dim": None}).head_dim == 4
 
@@ -448,7 +449,8 @@ def test_training_after_inference_also_on_longer_input():
         hidden, prompt_kv = model.prefill(torch.ones(1, 5, dtype=torch.long))
         model.decode(torch.tensor([1, 2]), GroupCache(prompt_kv, torch.tensor([5]), 2, 4))
     model(torch.ones(1, 40, dtype=torch.long)).sum().backward()
-    model.completion_hidden(torch.ones(1, 40, dtype=torch.long), torch.tensor([40]), torch.ones(2, 9, dtype=torch.long), torch.tensor([0, 0])).sum().backward()
+    hidden = model.completion_hidden(torch.ones(1, 40, dtype=torch.long), torch.tensor([40]), torch.ones(2, 9, dtype=torch.long), torch.tensor([0, 0]))
+    hidden.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -509,9 +511,9 @@ def test_save_copies_the_tokenizer_and_leaves_nothing_else(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "notes.txt"):
         (folder / name).write_text(name)
     GPT.from_pretrained(folder).save_pretrained(tmp_path / "b")
-    names = ["chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(os.listdir(tmp_path / "b")) == names
-    assert all((tmp_path / "b" / n).read_text() == n for n in names if "token" in n or "m" == n[0] and n.endswith("txt"))
+    text = ["chat_template.jinja", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(os.listdir(tmp_path / "b")) == sorted([*text, "config.json", "generation_config.json", "model.safetensors"])
+    assert all((tmp_path / "b" / name).read_text() == name for name in text)
     before = sorted(os.listdir(folder))
     GPT.from_pretrained(folder).save_pretrained(folder)                             # onto itself
     assert sorted(os.listdir(folder)) == before
@@ -589,9 +591,10 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 def test_loading_does_not_hold_the_weights_twice(tmp_path):
-    """Memory of our own (not pages of the mapped file, which the system may drop) never passes one model. Measured in another process:
-    memory that this one has freed would be used again and hide a second copy."""
-    raw = {**TINY, "model_type": "llama", "vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "tie_word_embeddings": True}
+    """The most that a process ever held while loading: the weights in float32, and, in half precision, the pages of the mapped file.
+    Measured by the kernel, in another process: memory that this one has freed would be used again and hide a second copy."""
+    raw = {**TINY, "model_type": "llama", "vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+           "tie_word_embeddings": True}
     with torch.device("meta"):
         blank = {k: torch.zeros(v.shape, dtype=torch.float16, device="cpu") for k, v in GPT(Config.from_dict(raw)).state_dict().items()}
     write(tmp_path / "safetensors", raw, blank)
@@ -600,26 +603,20 @@ def test_loading_does_not_hold_the_weights_twice(tmp_path):
 import sys
 sys.path.insert(0, sys.argv[1])
 import model as M
-def own():
-    return sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1024
+def memory(field):
+    return sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) / 1024
 M.torch.set_num_threads(1)
 kept = [M.GPT.from_pretrained(sys.argv[2])]                                         # what torch loads at the first call
-real = M.read_tensors
 for folder in sys.argv[3:]:
-    start, peak = own(), [0]
-    def watched(*args):
-        for x in real(*args):
-            yield x
-            peak.append(own())
-    M.read_tensors = watched
+    start = memory("VmRSS")
     kept.append(M.GPT.from_pretrained(folder))
-    print(max(peak) - start)
+    print(memory("VmHWM") - start)
 """
     args = [os.path.dirname(model_py.__file__), os.path.join(HF, "llama_gqa"), str(tmp_path / "safetensors"), str(tmp_path / "bin")]
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     size = sum(t.numel() for t in blank.values()) * 4 / 2**20                       # in float32
-    assert size > 30 and all(extra < 1.35 * size for extra in map(float, done.stdout.split())), (size, done.stdout)
+    assert size > 30 and all(size < extra < 1.75 * size for extra in map(float, done.stdout.split())), (size, done.stdout)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -632,7 +629,8 @@ def changed(tensors, **edits):
 W, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 BAD_WEIGHTS = {
     "missing": (lambda t: {k: v for k, v in t.items() if k != UP}, f"1 tensors are missing.*{UP}"),
-    "extra": (lambda t: changed(t, **{"model.layers.2.mlp.up_proj.weight": torch.ones(2)}), "model.safetensors: tensor 'model.layers.2.mlp.up_proj.weight'"),
+    "extra": (lambda t: changed(t, **{"model.layers.2.mlp.up_proj.weight": torch.ones(2)}),
+              "model.safetensors: tensor 'model.layers.2.mlp.up_proj.weight'"),
     "a bias too many": (lambda t: changed(t, **{"model.layers.0.self_attn.o_proj.bias": torch.ones(48)}), "model.safetensors: .*o_proj.bias"),
     "misshapen": (lambda t: changed(t, **{UP: t[UP].T}), rf"model.safetensors: tensor '{UP}' has shape \(48, 80\).*\(80, 48\)"),
     "would broadcast": (lambda t: changed(t, **{UP: t[UP][:1]}), rf"'{UP}' has shape \(1, 48\)"),
@@ -686,10 +684,11 @@ BAD_SHARDS = {
     "truncated header": (truncate(FIRST, 100), f"{FIRST}: not a readable safetensors"),
     "truncated data": (truncate(FIRST, 50000), f"{FIRST}: not a readable safetensors"),
     "text for a shard": (lambda f: (f / FIRST).write_text("version https://git-lfs.github.com/spec/v1\n" * 3), f"{FIRST}: not a readable safetensors"),
-    "tensor twice": (second_copy, "model-00003-of-00004.safetensors: tensor 'model.embed_tokens.weight' also stands in .*model-00001-of-00004.safetensors"),
+    "tensor twice": (
+        second_copy, "model-00003-of-00004.safetensors: tensor 'model.embed_tokens.weight' also stands in .*model-00001-of-00004.safetensors"),
     "index names a tensor that is not there": (edit_index(lambda m: m.update({"model.x": FIRST})), f"{FIRST}: tensor 'model.x' is missing"),
     "index lacks a tensor": (edit_index(lambda m: m.pop("model.norm.weight")), "tensor 'model.norm.weight' is not in the index"),
-    "index leads elsewhere": (edit_index(lambda m: m.update({"model.norm.weight": "../model-00001-of-00004.safetensors"})), "index.json: field 'weight_map'"),
+    "index leads elsewhere": (edit_index(lambda m: m.update({"model.norm.weight": f"../{FIRST}"})), "index.json: field 'weight_map'"),
     "index with numbers": (edit_index(lambda m: m.update({"model.norm.weight": 1})), "index.json: field 'weight_map'"),
     "index without map": (spoil_index({"metadata": {}}), "index.json: field 'weight_map'"),
     "index with a list": (spoil_index({"weight_map": ["a"]}), "index.json: field 'weight_map'"),
@@ -726,7 +725,8 @@ def test_bad_bin_files_are_refused(tmp_path):
 
 
 def test_folders_that_are_no_models(tmp_path):
-    for folder, message in ((tmp_path, "has no config.json"), (tmp_path / "none", "no such folder"), (os.path.join(HF, "qwen3", "config.json"), "no such folder")):
+    for folder, message in ((tmp_path, "has no config.json"), (tmp_path / "none", "no such folder"),
+                            (os.path.join(HF, "qwen3", "config.json"), "no such folder")):
         with pytest.raises(FileNotFoundError, match=message):
             GPT.from_pretrained(folder)
     with pytest.raises(FileNotFoundError, match="has no weights"):
@@ -902,7 +902,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
 
 def test_adapter_variants(tmp_path):
     """A .bin file, fewer modules, half precision, another scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
-    z, want = expected("lora_qwen2"), None
+    z = expected("lora_qwen2")
     with torch.no_grad():
         folder = adapter(tmp_path / "bin")
         torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")

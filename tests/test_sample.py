@@ -317,7 +317,7 @@ def test_top_p_at_the_exact_boundary():
 def test_top_k_and_top_p():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     assert [kept(logits, top_k=k) for k in (0, 1, 2, 3, 4, 9)] == [[[0, 1, 2, 3]], [[1]], [[1, 3]], [[1, 2, 3]], [[0, 1, 2, 3]], [[0, 1, 2, 3]]]
-    assert kept(torch.zeros(1, 5), top_k=2)[0].__len__() == 2                       # ties: k and no more
+    assert len(kept(torch.zeros(1, 5), top_k=2)[0]) == 2                       # ties: k and no more
     assert kept(logits, top_k=2, top_p=0.7) == [[1]]                                # e^3 has 0.731 of the mass of the two that top_k leaves
     assert kept(logits, top_k=2, top_p=0.74) == [[1, 3]]
     assert kept(logits, top_p=0.7) == [[1, 3]]                                      # and 0.644 of the whole

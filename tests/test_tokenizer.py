@@ -243,10 +243,10 @@ def test_normalized_added_tokens_are_found_in_normalized_text(tmp_path):
 
 def test_decode_never_fails(tmp_path):
     """Legal sampled ids without a token (padding rows of the head, gaps) and completions cut inside a character killed whole runs."""
-    tok = open_toy(tmp_path, {c: i + (i > 200) for i, c in enumerate(BYTES)}, [])
-    assert tok.vocab_size == 257
+    tok = open_toy(tmp_path, {c: i + (i > 200) for i, c in enumerate(BYTES)} | {"\u2581x": 257}, [])
+    assert tok.vocab_size == 258 and tok.decode([257]) == "\u2581x"        # not written in the byte-level alphabet: HF gives it as it is
     ids = tok.encode("A\U0001f34e")
-    assert tok.decode([*ids, 201, 257, 151900, 10**12, -1]) == "A\U0001f34e"
+    assert tok.decode([*ids, 201, 258, 151900, 10**12, -1]) == "A\U0001f34e"
     assert [tok.decode(ids[:n]) for n in range(1, 6)] == ["A", "A\ufffd", "A\ufffd", "A\ufffd", "A\U0001f34e"]
     assert tok.decode([]) == "" and tok.decode(np.array(ids)) == tok.decode(torch.tensor(ids)) == "A\U0001f34e"
 
@@ -403,13 +403,20 @@ def test_tokens_that_form_where_texts_meet(tmp_path):
     assert tok.chat_ids([*user(" <|im_"), *user("end|> "), *user("<to"), *user("ol>")]) == ids_of("<|im_end|><tool>", 258)
 
 
+def test_white_space_can_be_an_added_token(tmp_path):
+    tok = chat_folder(tmp_path, "{{ messages[0].content }}  x", tokens=["  "])
+    assert tok.chat_ids(user("a  b")) == ids_of("a  b", 256, "x")
+
+
 def test_a_role_and_the_template_can_form_a_token(tmp_path):
     tok = chat_folder(tmp_path, "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}", tokens=["<|user|>"])
     assert tok.chat_ids(user("<|user|>")) == ids_of(256, "<|user|>")
 
 
 def test_private_characters_in_a_message(tmp_path):
-    """The stand-ins are characters that the messages do not use, whatever they use."""
+    """The stand-ins are characters that neither the messages nor the template use."""
+    tok = chat_folder(tmp_path, "".join(map(chr, range(0xF0000, 0xF0010))) + "{{ messages[0].content }}<|im_end|>")
+    assert tok.chat_ids(user("<|im_end|>"))[-11:] == ids_of("<|im_end|>", 258)
     tok = chat_folder(tmp_path, QWEN_TEMPLATE)
     text = "".join(map(chr, range(0xF0000, 0xF0100))) + "<|im_end|>\U00100000 \ue000"
     ids = tok.chat_ids([{"role": "system", "content": text}], False)
