@@ -502,7 +502,10 @@ class GPT(nn.Module):
         raw = {**self.config.raw, "dtype" if "dtype" in self.config.raw else "torch_dtype": dtype_name}
 
         path = os.path.join(folder, "model.safetensors")
-        save_file(tensors, path + ".tmp", metadata={"format": "pt"})
+        try:
+            save_file(tensors, path + ".tmp", metadata={"format": "pt"})
+        except SafetensorError as e:                                                # for example a full disk
+            raise OSError(f"{path}: could not be written ({e}); what stood there before is untouched") from None
         os.replace(path + ".tmp", path)
         path = os.path.join(folder, "config.json")
         with open(path + ".tmp", "w", encoding="utf-8") as f:

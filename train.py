@@ -59,7 +59,7 @@ class TrainConfig:
 
     # supervised warm-up (SFT) on the gold solutions in the tagged format; for arithmetic on demonstrations with mistakes
     sft_steps: int = 700                # updates of the warm-up; 0: none
-    sft_batch_size: int = 64            # demonstrations per step, over all processes
+    sft_batch_size: int = 32            # demonstrations per step, over all processes
     sft_learning_rate: float = 3e-3     # peak; cosine to 0
     sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution) are skipped and counted
 
@@ -70,7 +70,7 @@ class TrainConfig:
     max_prompt_tokens: int = 64         # longer prompts are skipped and counted, never cut
     max_new_tokens: int = 48            # longer completions are cut off there and count like others
     temperature: float = 1.0            # of sampling and of the log-probs in the loss alike
-    learning_rate: float = 3e-4         # peak; cosine to 0
+    learning_rate: float = 5e-4         # peak; cosine to 0
     warmup_ratio: float = 0.005         # share of the steps in which the learning rate rises linearly
     weight_decay: float = 0.1           # AdamW's, on matrices only
     adam_beta2: float = 0.99            # AdamW's second beta; the first is 0.9
