@@ -64,13 +64,13 @@ class TrainConfig:
     sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution) are skipped and counted
 
     # reinforcement learning
-    steps: int = 100                    # updates of the policy, one per rollout unless updates_per_rollout is larger
+    steps: int = 120                    # updates of the policy, one per rollout unless updates_per_rollout is larger
     prompts_per_step: int = 16          # prompts per step over all processes; must be divisible by their number
     group_size: int = 8                 # G, completions per prompt
     max_prompt_tokens: int = 64         # longer prompts are skipped and counted, never cut
     max_new_tokens: int = 48            # longer completions are cut off there and count like others
     temperature: float = 1.0            # of sampling and of the log-probs in the loss alike
-    learning_rate: float = 5e-4         # peak; cosine to 0
+    learning_rate: float = 3e-4         # peak; cosine to 0
     warmup_ratio: float = 0.005         # share of the steps in which the learning rate rises linearly
     weight_decay: float = 0.1           # AdamW's, on matrices only
     adam_beta2: float = 0.99            # AdamW's second beta; the first is 0.9
