@@ -208,7 +208,7 @@ def main(argv=None):
     advantages = group_advantages(rewards)                                          # (G,)
     ids, mask = samples.ids[0].cpu(), samples.mask[0].cpu()                         # (G, L)
     entropy = mean_entropy(samples.entropy[0].cpu(), mask)                          # (G,)
-    print(show_group(tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, entropy, keep_completions(entropy, 0.0),
+    print(show_group(tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, entropy, keep_completions(entropy, entropy.mean()),
                      conflict_weights(ids, mask, advantages)))
     if not samples.finished.all():
         print(f"{int((~samples.finished).sum())} of {args.group} reached max_new_tokens={room} without an end token")

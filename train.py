@@ -58,13 +58,13 @@ class TrainConfig:
     dtype: str = "auto"                 # of the forward pass: float32, or bfloat16 by autocast; auto: bfloat16 on cuda. Weights are float32
 
     # supervised warm-up (SFT) on the gold solutions in the tagged format; for arithmetic on demonstrations with mistakes
-    sft_steps: int = 700                # updates of the warm-up; 0: none
+    sft_steps: int = 900                # updates of the warm-up; 0: none
     sft_batch_size: int = 32            # demonstrations per step, over all processes
     sft_learning_rate: float = 3e-3     # peak; cosine to 0
     sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution) are skipped and counted
 
     # reinforcement learning
-    steps: int = 120                    # updates of the policy, one per rollout unless updates_per_rollout is larger
+    steps: int = 150                    # updates of the policy, one per rollout unless updates_per_rollout is larger
     prompts_per_step: int = 16          # prompts per step over all processes; must be divisible by their number
     group_size: int = 8                 # G, completions per prompt
     max_prompt_tokens: int = 64         # longer prompts are skipped and counted, never cut
