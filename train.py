@@ -1,7 +1,7 @@
 """
 Trains a policy with GTPO, GRPO or SFT alone: one plain loop, on one CPU or on many GPUs.
 
-    python train.py                                             the arithmetic demo: a laptop CPU, about two minutes, nothing to download
+    python train.py                                             the arithmetic demo: a laptop CPU, some minutes, nothing to download
     python train.py config/gsm8k.toml --model=DIR               a Hugging Face folder on GSM8K
     torchrun --nproc_per_node=8 train.py config/gsm8k.toml --model=DIR
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gsm8k.toml --model=DIR
