@@ -12,6 +12,7 @@ gradient step. Output goes to out/NAME/: config.toml, metrics.jsonl (one line a 
 """
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
@@ -250,10 +251,15 @@ class Processes:
 # ---------------------------------------------------------------------------------------------------------------------------
 # the pieces of a step
 
+@functools.lru_cache(maxsize=4)
+def permutation(n, seed, label, epoch):
+    return random.Random(f"{seed} {label} {epoch}").sample(range(n), n)
+
+
 def order(number, n, seed, label):
     """Index of the number-th problem to be used, of n: every epoch is a new permutation, and all follows from the seed."""
     epoch, place = divmod(number, n)
-    return random.Random(f"{seed} {label} {epoch}").sample(range(n), n)[place]
+    return permutation(n, seed, label, epoch)[place]
 
 
 def micro_batches(prompt_lengths, completion_lengths, prompt_of, budget):
@@ -446,7 +452,7 @@ def train(c, processes, signals):
         raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens {c.max_new_tokens} is more than the model's "
                          f"{model.config.max_position_embeddings} positions (max_position_embeddings)")
     system_prompt = SYSTEM_PROMPT if c.system_prompt == "default" else c.system_prompt
-    is_file = os.path.exists(c.data) or ".json" in c.data
+    is_file = ".json" in c.data                                                    # a path; else the name of a data set
     problems = load_problems(c.data, "train")
     if c.eval_data:
         eval_problems = load_problems(c.eval_data, "test")[:c.eval_problems]
