@@ -184,13 +184,14 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):                                                           # in float32, whatever x is
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
+        exact = x.float()                                                           # F.rms_norm is slower in training on a CPU
+        return self.weight * (exact * torch.rsqrt((exact * exact).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding. Channel i pairs with channel i + D/2, as Hugging Face stores q_proj and k_proj (not with its neighbour)."""
-    a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)                 # (B, H, T, D)
+    """Rotary embedding. Channel i pairs with channel i + D/2, as Hugging Face stores q_proj and k_proj (not with its neighbour).
+    The first half of the channels turns with a minus sign, which `sin` carries."""
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)               # (B, H, T, D)
 
 
 class Attention(nn.Module):
@@ -247,14 +248,14 @@ def attention(q, k, v, mask=None):
 class GroupCache:
     """Keys and values while a group is sampled: those of its prompt once, shared by the G completions, and those of their own tokens.
 
-    prompt_kv: per layer k and v, (P, Hkv, Tp, D), with prompt_lengths (P,) real tokens each; own tokens go to buffers (P, G, Hkv, L, D).
+    prompt_kv: per layer k and v, (P, Hkv, Tp, D), with prompt_lengths (P,) real tokens each; own tokens go to buffers (P, Hkv, G, L, D).
     """
 
     def __init__(self, prompt_kv, prompt_lengths, group_size, max_new_tokens):
         P, Hkv, Tp, D = prompt_kv[0][0].shape
         self.prompt_kv, self.prompt_lengths, self.max_new_tokens = prompt_kv, prompt_lengths, max_new_tokens
-        room = min(64, max_new_tokens)                                              # doubled when it is full
-        self.own_kv = [tuple(k.new_empty(P, group_size, Hkv, room, D) for _ in "kv") for k, _ in prompt_kv]
+        room = min(16, max_new_tokens)                                              # doubled when it is full
+        self.own_kv = [tuple(k.new_empty(P, Hkv, group_size, room, D) for _ in "kv") for k, _ in prompt_kv]
         self.length = 0                                                             # own tokens so far
         self.set_padding()
 
@@ -266,8 +267,9 @@ class GroupCache:
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of the group (P', G'): finished completions leave the batch."""
         Tp = int(self.prompt_lengths[prompts].max())
-        self.prompt_kv = [(k[prompts, :, :Tp], v[prompts, :, :Tp]) for k, v in self.prompt_kv]
-        self.own_kv = [(k[prompts[:, None], members], v[prompts[:, None], members]) for k, v in self.own_kv]
+        self.prompt_kv = [tuple(x[prompts, :, :Tp] for x in kv) for kv in self.prompt_kv]
+        heads = torch.arange(self.own_kv[0][0].shape[1], device=prompts.device)[:, None]
+        self.own_kv = [tuple(x[prompts[:, None, None], heads, members[:, None]] for x in kv) for kv in self.own_kv]
         self.prompt_lengths = self.prompt_lengths[prompts]
         self.set_padding()
 
@@ -276,27 +278,25 @@ class GroupCache:
         room = self.own_kv[0][0].shape[3]
         if self.length == room:
             more = min(room, self.max_new_tokens - room)
-            self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in layer) for layer in self.own_kv]
+            self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
 
     def attend(self, layer, q, k, v):
-        """One new token per completion: q (P*G, Hq, 1, D), k and v (P*G, Hkv, 1, D) -> (P*G, Hq, 1, D)."""
-        own_k, own_v = self.own_kv[layer]                                           # (P, G, Hkv, L, D)
-        (P, G, Hkv, _, D), t = own_k.shape, self.length
-        own_k[:, :, :, t], own_v[:, :, :, t] = k.view(P, G, Hkv, D), v.view(P, G, Hkv, D)
-        own_k, own_v = own_k[:, :, :, :t + 1].flatten(0, 1), own_v[:, :, :, :t + 1].flatten(0, 1)                   # (P*G, Hkv, t+1, D)
-        prompt_k, prompt_v = self.prompt_kv[layer]                                  # (P, Hkv, Tp, D)
-        Tp, R = prompt_k.shape[2], q.shape[1] // Hkv                                # R query heads read one key head
-        q = q.view(P * G, Hkv, R, D) / math.sqrt(D)
-        shared_q = q.view(P, G, Hkv, R, D).transpose(1, 2).reshape(P, Hkv, G * R, D)                                # a group asks together
-        scores = shared_q @ prompt_k.transpose(-1, -2)                              # (P, Hkv, G*R, Tp)
+        """One new token per completion: q (P*G, Hq, 1, D), k and v (P*G, Hkv, 1, D) -> (P*G, Hq, 1, D). Scores of the prompt's keys are one
+        product for the whole group, those of the own keys one for each completion; the softmax is over both."""
+        (prompt_k, prompt_v), (own_k, own_v) = self.prompt_kv[layer], self.own_kv[layer]
+        (P, Hkv, G, _, D), Tp, t = own_k.shape, prompt_k.shape[2], self.length
+        R = q.shape[1] // Hkv                                                       # query heads that read one key head
+        own_k[:, :, :, t], own_v[:, :, :, t] = k.view(P, G, Hkv, D).transpose(1, 2), v.view(P, G, Hkv, D).transpose(1, 2)
+        own_k, own_v = own_k.flatten(0, 2)[:, :t + 1], own_v.flatten(0, 2)[:, :t + 1]                               # (P*Hkv*G, t+1, D)
+        q = q.view(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D) / math.sqrt(D)
+        prompt_scores = (q @ prompt_k.flatten(0, 1).mT).view(P, Hkv, G * R, Tp)
         if self.padding is not None:
-            scores = scores.masked_fill(self.padding, -math.inf)
-        scores = scores.view(P, Hkv, G, R, Tp).transpose(1, 2).reshape(P * G, Hkv, R, Tp)
-        scores = torch.cat((scores, q @ own_k.transpose(-1, -2)), dim=-1)           # (P*G, Hkv, R, Tp+t+1)
-        probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
-        shared_p = probs[..., :Tp].view(P, G, Hkv, R, Tp).transpose(1, 2).reshape(P, Hkv, G * R, Tp)
-        y = (shared_p @ prompt_v).view(P, Hkv, G, R, D).transpose(1, 2).reshape(P * G, Hkv, R, D)
-        return (y + probs[..., Tp:] @ own_v).reshape(P * G, Hkv * R, 1, D)
+            prompt_scores.masked_fill_(self.padding, -math.inf)
+        own_scores = (q.view(-1, R, D) @ own_k.mT).view(P, Hkv, G * R, t + 1)
+        probs = torch.cat((prompt_scores, own_scores), dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)     # (P, Hkv, G*R, Tp+t+1)
+        y = probs[..., :Tp].flatten(0, 1) @ prompt_v.flatten(0, 1)                  # (P*Hkv, G*R, D)
+        y = torch.baddbmm(y.view(-1, R, D), probs[..., Tp:].reshape(-1, R, t + 1), own_v)                            # (P*Hkv*G, R, D)
+        return y.view(P, Hkv, G, R, D).transpose(1, 2).reshape(P * G, Hkv * R, 1, D)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -330,6 +330,7 @@ class GPT(nn.Module):
             self.rope_freq = self.rope_freq.to(positions.device)
         angles = (positions[..., None].float() * self.rope_freq).repeat(1, 1, 2)[:, None]                           # (B, 1, T, D)
         cos, sin = angles.cos(), angles.sin()
+        sin[..., : sin.shape[-1] // 2].neg_()                                       # see rotate()
         x = self.model.embed_tokens(input_ids)                                      # (B, T, H)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, partial(attend, i))
@@ -364,7 +365,7 @@ class GPT(nn.Module):
 
     def decode(self, ids, cache):
         """One sampled token per completion (P*G,) -> hidden states (P*G, H) that predict the next one; the cache grows by one."""
-        P, G = cache.own_kv[0][0].shape[:2]
+        P, _, G = cache.own_kv[0][0].shape[:3]
         positions = (cache.prompt_lengths + cache.length)[:, None].expand(P, G).reshape(-1, 1)                       # (P*G, 1)
         cache.make_room()
         hidden = self.hidden_states(ids[:, None], positions, cache.attend)

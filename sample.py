@@ -109,7 +109,9 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     for t in range(L):
         row = rows.flatten()
         logits = F.linear(hidden, model.head_weight).float()                        # (B, V)
-        logps = (logits / (temperature or 1.0)).log_softmax(-1)                     # (B, V)
+        if temperature not in (0, 1):
+            logits = logits / temperature
+        logps = logits.log_softmax(-1)                                              # (B, V)
         probs = logps.exp()                                                         # (B, V)
         if temperature == 0:
             ids = logits.argmax(-1)

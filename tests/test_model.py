@@ -256,8 +256,10 @@ def test_rotation_pairs_the_two_halves():
     """Regression: rotating neighbouring channels, silently wrong for Hugging Face's q_proj and k_proj, gives [0.5403, 0.8415, 0, 0]."""
     freq = rope_frequencies(4, dict(rope_type="default", rope_theta=10000.0))
     angles = (torch.tensor([[1.0]])[..., None] * freq).repeat(1, 1, 2)[:, None]
-    q = torch.tensor([1.0, 0, 0, 0]).view(1, 1, 1, 4)
-    torch.testing.assert_close(rotate(q, angles.cos(), angles.sin()).flatten(), torch.tensor([0.5403, 0, 0.8415, 0]), atol=1e-4, rtol=0)
+    sin = angles.sin() * torch.tensor([-1.0, -1, 1, 1])                             # as hidden_states passes it
+    for q, turned in (((1.0, 0, 0, 0), (0.5403, 0, 0.8415, 0)), ((0.0, 0, 1, 0), (-0.8415, 0, 0.5403, 0))):
+        q = torch.tensor(q).view(1, 1, 1, 4)
+        torch.testing.assert_close(rotate(q, angles.cos(), sin).flatten(), torch.tensor(turned), atol=1e-4, rtol=0)
 
 
 def test_bfloat16_keeps_positions_apart(monkeypatch):
@@ -268,7 +270,8 @@ def test_bfloat16_keeps_positions_apart(monkeypatch):
         assert model(torch.zeros(1, 260, dtype=torch.long)).dtype == torch.bfloat16
     cos, sin = (t[0, 0].double() for t in seen[0])                                  # (260, 6)
     angles = torch.arange(260, dtype=torch.float64)[:, None] * (1000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)).repeat(2)
-    assert (cos - angles.cos()).abs().max() < 1e-3 and (sin - angles.sin()).abs().max() < 1e-3
+    signed_sin = angles.sin() * torch.tensor([-1.0, -1, -1, 1, 1, 1])
+    assert (cos - angles.cos()).abs().max() < 1e-3 and (sin - signed_sin).abs().max() < 1e-3
     assert not torch.equal(cos[256], cos[257])
 
 
