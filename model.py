@@ -253,16 +253,11 @@ class GroupCache:
 
     def __init__(self, prompt_kv, prompt_lengths, group_size, max_new_tokens):
         P, Hkv, Tp, D = prompt_kv[0][0].shape
-        self.prompt_kv, self.prompt_lengths, self.max_new_tokens = prompt_kv, prompt_lengths, max_new_tokens
-        room = min(16, max_new_tokens)                                              # doubled when it is full
-        self.own_kv = [tuple(k.new_empty(P, Hkv, group_size, room, D) for _ in "kv") for k, _ in prompt_kv]
+        self.prompt_kv = [tuple(x.clone(memory_format=torch.contiguous_format) for x in kv) for kv in prompt_kv]    # not in every product
+        self.prompt_lengths, self.max_new_tokens = prompt_lengths, max_new_tokens
+        room = min(64, max_new_tokens)                                              # doubled when it is full
+        self.own_kv = [tuple(x.new_zeros(P, Hkv, group_size, room, D) for x in kv) for kv in prompt_kv]
         self.length = 0                                                             # own tokens so far
-        self.set_padding()
-
-    def set_padding(self):
-        Tp = self.prompt_kv[0][0].shape[2]
-        padding = torch.arange(Tp, device=self.prompt_lengths.device) >= self.prompt_lengths[:, None]               # (P, Tp)
-        self.padding = padding[:, None, None] if padding.any() else None                                            # (P, 1, 1, Tp)
 
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of the group (P', G'): finished completions leave the batch."""
@@ -271,31 +266,40 @@ class GroupCache:
         heads = torch.arange(self.own_kv[0][0].shape[1], device=prompts.device)[:, None]
         self.own_kv = [tuple(x[prompts[:, None, None], heads, members[:, None]] for x in kv) for kv in self.own_kv]
         self.prompt_lengths = self.prompt_lengths[prompts]
-        self.set_padding()
 
-    def make_room(self):
-        """Doubles the buffers of own tokens when they are full."""
-        room = self.own_kv[0][0].shape[3]
+    def next_token(self, static=False):
+        """Makes room for one more token per completion; sets its place and what it may not see. Returns its positions (P*G,).
+        static: it attends to the whole buffer under the mask, so that shapes change only when the buffer grows (for torch.compile)."""
+        (P, _, G, room, _), Tp, device = self.own_kv[0][0].shape, self.prompt_kv[0][0].shape[2], self.prompt_lengths.device
         if self.length == room:
             more = min(room, self.max_new_tokens - room)
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
+            room += more
+        seen = room if static else self.length + 1                             # own keys that the products run over
+        self.place = torch.tensor([self.length], device=device)
+        padding = torch.arange(Tp, device=device) >= self.prompt_lengths[:, None]   # (P, Tp)
+        future = (torch.arange(seen, device=device) > self.place).expand(P, -1)                                # (P, seen)
+        hidden = torch.cat((padding, future), dim=1)[:, None, None]                 # (P, 1, 1, Tp+seen)
+        self.bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)                   # adding is faster than masking
+        self.length += 1
+        return self.prompt_lengths.repeat_interleave(G) + self.place
 
     def attend(self, layer, q, k, v):
         """One new token per completion: q (P*G, Hq, 1, D), k and v (P*G, Hkv, 1, D) -> (P*G, Hq, 1, D). Scores of the prompt's keys are one
         product for the whole group, those of the own keys one for each completion; the softmax is over both."""
         (prompt_k, prompt_v), (own_k, own_v) = self.prompt_kv[layer], self.own_kv[layer]
-        (P, Hkv, G, _, D), Tp, t = own_k.shape, prompt_k.shape[2], self.length
-        R = q.shape[1] // Hkv                                                       # query heads that read one key head
-        own_k[:, :, :, t], own_v[:, :, :, t] = k.view(P, G, Hkv, D).transpose(1, 2), v.view(P, G, Hkv, D).transpose(1, 2)
-        own_k, own_v = own_k.flatten(0, 2)[:, :t + 1], own_v.flatten(0, 2)[:, :t + 1]                               # (P*Hkv*G, t+1, D)
+        (P, Hkv, G, _, D), Tp, R = own_k.shape, prompt_k.shape[2], q.shape[1] // own_k.shape[1]                     # R query heads to a key head
+        seen = self.bias.shape[-1] - Tp
+        for own, new in ((own_k, k), (own_v, v)):
+            own.index_copy_(3, self.place, new.view(P, G, Hkv, 1, D).transpose(1, 2))
+        own_k, own_v = (own.flatten(0, 2)[:, :seen] for own in (own_k, own_v))                                 # (P*Hkv*G, seen, D)
         q = q.view(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D) / math.sqrt(D)
         prompt_scores = (q @ prompt_k.flatten(0, 1).mT).view(P, Hkv, G * R, Tp)
-        if self.padding is not None:
-            prompt_scores.masked_fill_(self.padding, -math.inf)
-        own_scores = (q.view(-1, R, D) @ own_k.mT).view(P, Hkv, G * R, t + 1)
-        probs = torch.cat((prompt_scores, own_scores), dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)     # (P, Hkv, G*R, Tp+t+1)
+        own_scores = (q.view(-1, R, D) @ own_k.mT).view(P, Hkv, G * R, seen)
+        scores = torch.cat((prompt_scores, own_scores), dim=-1) + self.bias                                        # (P, Hkv, G*R, Tp+seen)
+        probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
         y = probs[..., :Tp].flatten(0, 1) @ prompt_v.flatten(0, 1)                  # (P*Hkv, G*R, D)
-        y = torch.baddbmm(y.view(-1, R, D), probs[..., Tp:].reshape(-1, R, t + 1), own_v)                            # (P*Hkv*G, R, D)
+        y = torch.baddbmm(y.view(-1, R, D), probs[..., Tp:].reshape(-1, R, seen), own_v)                        # (P*Hkv*G, R, D)
         return y.view(P, Hkv, G, R, D).transpose(1, 2).reshape(P * G, Hkv * R, 1, D)
 
 
@@ -306,7 +310,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         """A model with random weights (normal, `initializer_range`, default 0.02) of the shape of `config`."""
         super().__init__()
-        self.config, self.folder = config, None
+        self.config, self.folder, self.compiled = config, None, False
         self.model = nn.ModuleDict(dict(
             embed_tokens=Embedding(config.vocab_size, config.hidden_size),
             layers=nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers)),
@@ -365,12 +369,10 @@ class GPT(nn.Module):
 
     def decode(self, ids, cache):
         """One sampled token per completion (P*G,) -> hidden states (P*G, H) that predict the next one; the cache grows by one."""
-        P, _, G = cache.own_kv[0][0].shape[:3]
-        positions = (cache.prompt_lengths + cache.length)[:, None].expand(P, G).reshape(-1, 1)                       # (P*G, 1)
-        cache.make_room()
-        hidden = self.hidden_states(ids[:, None], positions, cache.attend)
-        cache.length += 1
-        return hidden[:, 0]
+        return self.decode_step(ids, cache.next_token(static=self.compiled), cache)
+
+    def decode_step(self, ids, positions, cache):                                   # what compile_steps() compiles
+        return self.hidden_states(ids[:, None], positions[:, None], cache.attend)[:, 0]      # (P*G, H)
 
     def completion_hidden(self, prompt_ids, prompt_lengths, completion_ids, prompt_of):
         """Hidden states that predict the tokens of N completions; each prompt runs once for all its completions.
@@ -396,6 +398,13 @@ class GPT(nn.Module):
 
         rest = self.hidden_states(completion_ids[:, :-1], prompt_lengths[prompt_of, None] + own, attend)             # (N, L-1, H)
         return torch.cat((first, rest), dim=1)
+
+    def compile_steps(self, **options):
+        """torch.compile for the training forward and the decode step; options go to torch.compile. Names in checkpoints stay as they are."""
+        torch.fx.experimental._config.use_duck_shape = False                        # sizes that are equal by chance may differ next time
+        self.decode_step = torch.compile(self.decode_step, dynamic=True, **options)
+        self.completion_hidden = torch.compile(self.completion_hidden, dynamic=True, **options)
+        self.compiled = True
 
     # -----------------------------------------------------------------------------------------------------------------------
     # Hugging Face folders

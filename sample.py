@@ -131,14 +131,13 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
             keep = alive[rows]                                                      # (P', G')
             if not keep.any():
                 break
-            members = int(keep.sum(1).max())
+            members = max(int(keep.sum(1).max()), min(2, keep.shape[1]))            # never down to one: a size of 1 is compiled anew
             prompts_left = keep.any(1).nonzero()[:, 0]
             if len(prompts_left) * members <= 0.8 * keep.numel():                   # finished rows leave the batch
                 order = (~keep[prompts_left]).int().argsort(dim=1, stable=True)[:, :members]                        # unfinished first
-                ids = ids.view(rows.shape)[prompts_left[:, None], order].flatten()
                 rows = rows[prompts_left[:, None], order]
                 cache.select(prompts_left, order)
-        hidden = model.decode(ids, cache)                                           # (B, H)
+        hidden = model.decode(flat["ids"][rows.flatten(), t], cache)                # (B, H)
     out.finished = ~alive.view(P, G)
     if not out.logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, or training has diverged")

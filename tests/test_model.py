@@ -295,7 +295,7 @@ def test_padding_never_gives_nan_and_reaches_nobody(path, monkeypatch):
     logits = model(ids, attention_mask=mask)
     assert logits.isfinite().all()
     for row, first in ((0, 2), (1, 0)):                                             # the first real token has position 0, the next 1
-        torch.testing.assert_close(turns[0][row, 0, first:first + 2, 0], torch.tensor([0.0, math.sin(1)]))
+        torch.testing.assert_close(turns[0][row, 0, first:first + 2, 0], torch.tensor([0.0, -math.sin(1)]))
     other = model(torch.where(mask.bool(), ids, 5), attention_mask=mask)            # other ids under the padding
     torch.testing.assert_close(logits[mask.bool()], other[mask.bool()])
     torch.testing.assert_close(logits[0, 2:], model(ids[:1, 2:])[0], atol=1e-5, rtol=1e-5)
