@@ -13,6 +13,7 @@ One group of G completions shares its prompt. Three ways to run the same layers 
     prefill(), decode()     sampling: the same, one token at a time, with a GroupCache
 They differ only in `attend`, the function that a layer calls with its queries, keys and values.
 """
+import contextlib
 import json
 import math
 import os
@@ -25,8 +26,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 COPIED_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                 "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json")  # save_pretrained takes them along
 
@@ -157,8 +160,8 @@ class Linear(nn.Linear):
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
 
-    def add_lora(self, A, B, scale):                                                # A (r, in), B (out, r)
-        self.lora_A, self.lora_B, self.lora_scale = nn.Parameter(A), nn.Parameter(B), scale
+    def set_lora(self, A, B, scale):                                                # A (r, in), B (out, r)
+        self.lora_A, self.lora_B, self.lora_scale, self.lora_on = nn.Parameter(A), nn.Parameter(B), scale, True
 
     def merged_weight(self):
         if self.lora_A is None:
@@ -167,7 +170,7 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         y = super().forward(x)
-        if self.lora_A is None:
+        if self.lora_A is None or not self.lora_on:
             return y
         A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)                     # they are float32, the base may be bfloat16
         return y + self.lora_scale * F.linear(F.linear(x, A), B)
@@ -310,7 +313,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         """A model with random weights (normal, `initializer_range`, default 0.02) of the shape of `config`."""
         super().__init__()
-        self.config, self.folder, self.compiled = config, None, False
+        self.config, self.folder = config, None
+        self.lora = None                                                            # adapter_config.json of the adapter, if there is one
+        self.checkpointing = False                                                  # keep no activations inside layers; run them again instead
+        self.compiled = False
         self.model = nn.ModuleDict(dict(
             embed_tokens=Embedding(config.vocab_size, config.hidden_size),
             layers=nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers)),
@@ -337,7 +343,10 @@ class GPT(nn.Module):
         sin[..., : sin.shape[-1] // 2].neg_()                                       # see rotate()
         x = self.model.embed_tokens(input_ids)                                      # (B, T, H)
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, partial(attend, i))
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, partial(attend, i), use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, partial(attend, i))
         return self.model.norm(x)
 
     def forward(self, input_ids, attention_mask=None):
@@ -407,14 +416,55 @@ class GPT(nn.Module):
         self.compiled = True
 
     # -----------------------------------------------------------------------------------------------------------------------
+    # LoRA: a low-rank float32 adapter on frozen weights, which may be bfloat16
+
+    def linears(self):
+        """The linear layers that an adapter may sit on, by name: those of the layers, not the output head."""
+        return {name: m for name, m in self.model.named_modules(prefix="model") if isinstance(m, Linear)}
+
+    def add_lora(self, rank, alpha, targets=LORA_TARGETS):
+        """Puts a new adapter on the linear layers named in `targets` and freezes the rest. It changes nothing yet: B is 0; A is uniform
+        up to 1 / sqrt(in), as PEFT draws it. ValueError: no such layer, or there is an adapter already."""
+        if self.lora is not None:
+            raise ValueError("the model has a LoRA adapter already: train that one, or merge it first (save_pretrained)")
+        unknown = [t for t in targets if t not in LORA_TARGETS]
+        if unknown or not targets or rank < 1:
+            raise ValueError(f"LoRA: rank {rank}, target modules {', '.join(targets) or '(none)'}: needs a rank of at least 1 and some of "
+                             f"{', '.join(LORA_TARGETS)}")
+        for name, linear in self.linears().items():
+            if name.rpartition(".")[2] in targets:
+                out_features, in_features = linear.weight.shape
+                new = partial(torch.zeros, device=linear.weight.device, dtype=torch.float32)
+                linear.set_lora(new(rank, in_features).uniform_(-in_features ** -0.5, in_features ** -0.5), new(out_features, rank), alpha / rank)
+        self.lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.folder, "r": rank, "lora_alpha": alpha,
+                     "lora_dropout": 0.0, "target_modules": list(targets), "bias": "none", "use_rslora": False, "fan_in_fan_out": False,
+                     "inference_mode": True}
+        self.freeze_base()
+
+    def freeze_base(self):
+        for name, p in self.named_parameters():
+            p.requires_grad_("lora_" in name)
+
+    @contextlib.contextmanager
+    def adapter_off(self):
+        """Inside this context the model is its base."""
+        for linear in self.linears().values():
+            linear.lora_on = False
+        try:
+            yield
+        finally:
+            for linear in self.linears().values():
+                linear.lora_on = True
+
+    # -----------------------------------------------------------------------------------------------------------------------
     # Hugging Face folders
 
     @classmethod
     def from_pretrained(cls, folder, adapter=None, dtype=torch.float32, device="cpu"):
         """Loads config.json and the weights (*.safetensors or pytorch_model*.bin, single or sharded, any float type) of `folder`.
 
-        adapter: a folder with a LoRA adapter in PEFT's format, put on top. Every tensor of the files is used, every parameter filled
-        and every shape checked. FileNotFoundError or ValueError says what is wrong with which file or tensor.
+        adapter: a folder with a LoRA adapter in PEFT's format, put on top (then the weights below it are frozen). Every tensor of the files
+        is used, every parameter filled and every shape checked. FileNotFoundError or ValueError says what is wrong with which file or tensor.
         """
         config = Config.from_dict(read_json(folder, "config.json"), os.path.join(folder, "config.json"))
         try:
@@ -451,7 +501,7 @@ class GPT(nn.Module):
             filled[name] = file
         missing = [name for name in params if name not in filled]
         if missing:
-            raise ValueError(f"{folder}: {len(missing)} tensors are missing from the weights, the first is {missing[0]!r}")
+            raise ValueError(f"{folder}: the weights lack {len(missing)} tensor{'s' * (len(missing) > 1)}, the first is {missing[0]!r}")
         if tied_head is not None:
             tensor, file = tied_head
             embedding = params["model.embed_tokens.weight"]
@@ -474,7 +524,7 @@ class GPT(nn.Module):
         r, alpha = c.get("r"), c.get("lora_alpha")
         if type(r) is not int or r < 1 or isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 2**31:
             raise ValueError(f"{where}: r should be a positive int and lora_alpha a number, found {r!r} and {alpha!r}")
-        linears = {name: m for name, m in self.model.named_modules(prefix="model") if isinstance(m, Linear)}         # not the output head
+        linears = self.linears()
         pairs = {}
         for name, tensor, file in read_tensors(folder, "adapter_model.safetensors", "adapter_model.bin"):
             target, _, side = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
@@ -496,36 +546,51 @@ class GPT(nn.Module):
             if len(pair) < 2:
                 raise ValueError(f"{folder}: lora_A or lora_B of {target!r} is missing from the adapter")
             scale = alpha / (math.sqrt(r) if c.get("use_rslora") else r)
-            linears[target].add_lora(*(pair[s].to(linears[target].weight.device, torch.float32) for s in ("lora_A", "lora_B")), scale)
+            linears[target].set_lora(*(pair[s].to(linears[target].weight.device, torch.float32) for s in ("lora_A", "lora_B")), scale)
         if not pairs:
             raise ValueError(f"{folder}: the adapter holds no tensors")
+        self.lora = c
+        self.freeze_base()
+
+    def save_adapter(self, folder):
+        """Writes the adapter in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+        os.makedirs(folder, exist_ok=True)
+        save_tensors({f"base_model.model.{name}.weight": p for name, p in self.named_parameters() if "lora_" in name},
+                     os.path.join(folder, "adapter_model.safetensors"))
+        save_json(self.lora, os.path.join(folder, "adapter_config.json"))
 
     @torch.no_grad()
     def save_pretrained(self, folder, dtype=None):
-        """Writes config.json, model.safetensors (adapters merged into the weights) and the tokenizer files of the folder it came from.
+        """Writes config.json, model.safetensors (an adapter merged into the weights) and the tokenizer files of the folder it came from.
         Each file is written beside and renamed, so a reader never sees half a file. dtype: convert, e.g. torch.bfloat16."""
         os.makedirs(folder, exist_ok=True)
         tensors = {name: p for name, p in self.named_parameters() if "lora_" not in name}
         tensors.update({f"{name}.weight": m.merged_weight() for name, m in self.named_modules() if isinstance(m, Linear)})
-        tensors = {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
-        dtype_name = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
-        raw = {**self.config.raw, "dtype" if "dtype" in self.config.raw else "torch_dtype": dtype_name}
-
-        path = os.path.join(folder, "model.safetensors")
-        try:
-            save_file(tensors, path + ".tmp", metadata={"format": "pt"})
-        except SafetensorError as e:                                                # for example a full disk
-            raise OSError(f"{path}: could not be written ({e}); what stood there before is untouched") from None
-        os.replace(path + ".tmp", path)
-        path = os.path.join(folder, "config.json")
-        with open(path + ".tmp", "w", encoding="utf-8") as f:
-            json.dump(raw, f, indent=2)
-        os.replace(path + ".tmp", path)
+        save_tensors(tensors, os.path.join(folder, "model.safetensors"), dtype)
+        dtype_name = str(dtype or self.model.norm.weight.dtype).removeprefix("torch.")
+        raw = {name: value for name, value in self.config.raw.items() if name not in ("dtype", "torch_dtype")}
+        save_json({**raw, "dtype" if "dtype" in self.config.raw else "torch_dtype": dtype_name}, os.path.join(folder, "config.json"))
         for name in COPIED_FILES if self.folder else ():
             source, target = os.path.join(self.folder, name), os.path.join(folder, name)
             if os.path.exists(source) and os.path.abspath(source) != os.path.abspath(target):
                 shutil.copyfile(source, target + ".tmp")
                 os.replace(target + ".tmp", target)
+
+
+def save_tensors(tensors, path, dtype=None):
+    """Writes a safetensors file beside and renames it: a reader never sees half a file, and a full disk costs nothing that was there."""
+    tensors = {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
+    try:
+        save_file(tensors, path + ".tmp", metadata={"format": "pt"})
+    except SafetensorError as e:                                                    # for example a full disk
+        raise OSError(f"{path}: could not be written ({e}); what stood there before is untouched") from None
+    os.replace(path + ".tmp", path)
+
+
+def save_json(content, path):
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=2)
+    os.replace(path + ".tmp", path)
 
 
 def read_json(folder, name):

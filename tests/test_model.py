@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import model as model_py
 from model import GPT, Config, GroupCache, rope_frequencies, rotate
+from sample import sample
 
 HF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fixtures", "hf")
 NAMES = ("llama_gqa", "qwen2_tied", "qwen2_sharded", "qwen3")
@@ -237,6 +239,105 @@ def test_lora_on_a_bfloat16_base(tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "merged/model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_a_new_adapter_changes_nothing_and_trains_alone():
+    model, ids = tiny("qwen2"), torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(1))
+    before, weights = model(ids).detach(), {n: p.clone() for n, p in model.named_parameters()}
+    model.add_lora(3, 6.0, ("q_proj", "down_proj"))
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert sorted({n.split(".", 3)[3] for n in trained}) == [f"{t}.lora_{s}" for t in ("mlp.down_proj", "self_attn.q_proj") for s in "AB"]
+    assert model.model.layers[0].mlp.down_proj.lora_scale == 2.0 and model.model.layers[0].mlp.down_proj.lora_A.shape == (3, 20)
+    A = model.model.layers[0].mlp.down_proj.lora_A
+    assert 0.5 * 20 ** -0.5 < A.abs().max() <= 20 ** -0.5                            # PEFT: kaiming_uniform with a = sqrt(5)
+    assert torch.equal(model(ids), before)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model(ids).log_softmax(-1)[..., 0].sum().backward()
+    optimizer.step()
+    after = model(ids).detach()
+    assert (after - before).abs().max() > 1e-3
+    for n, p in model.named_parameters():
+        assert "lora_" in n or torch.equal(p, weights[n]), n
+    with model.adapter_off():
+        assert torch.equal(model(ids), before)                                      # GRPO's reference
+    assert torch.equal(model(ids), after)
+
+
+def test_saved_adapter_loads_as_itself_and_as_peft_wrote_it(tmp_path):
+    """Names, shapes and fields are those of a file that PEFT wrote; an adapter with rslora keeps its scale."""
+    adapter_folder = os.path.join(HF, "lora_qwen2")
+    model = GPT.from_pretrained(os.path.join(HF, "qwen2_tied"), adapter=adapter_folder)
+    model.save_adapter(tmp_path / "again")
+    saved, original = (load_file(os.path.join(f, "adapter_model.safetensors")) for f in (tmp_path / "again", adapter_folder))
+    assert sorted(saved) == sorted(original) and all(torch.equal(saved[k], original[k]) for k in saved)
+    new = GPT.from_pretrained(os.path.join(HF, "qwen2_tied"))
+    new.add_lora(4, 8)
+    new.save_adapter(tmp_path / "new")
+    assert {k: v.shape for k, v in load_file(tmp_path / "new/adapter_model.safetensors").items()} == {k: v.shape for k, v in original.items()}
+    configs = [json.load(open(os.path.join(f, "adapter_config.json"))) for f in (tmp_path / "new", adapter_folder)]
+    for key in ("peft_type", "task_type", "r", "lora_alpha", "bias", "use_rslora", "fan_in_fan_out"):
+        assert configs[0][key] == configs[1][key], key
+    assert sorted(configs[0]["target_modules"]) == sorted(configs[1]["target_modules"])
+    assert not [f for f in os.listdir(tmp_path / "new") if f.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("arguments, says", (((0, 8), "rank 0"), ((4, 8, ()), "none"), ((4, 8, ("lm_head",)), "lm_head")))
+def test_adapters_that_cannot_be_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        tiny().add_lora(*arguments)
+
+
+def test_a_second_adapter_is_refused():
+    model = tiny()
+    model.add_lora(2, 4)
+    with pytest.raises(ValueError, match="already"):
+        model.add_lora(2, 4)
+
+
+@pytest.mark.parametrize("kind", ("llama_gqa", "lora"))
+def test_activation_checkpointing_changes_no_gradient(kind, monkeypatch):
+    grads, runs, forward = [], [], model_py.Layer.forward
+    monkeypatch.setattr(model_py.Layer, "forward", lambda self, *a: runs.append(1) or forward(self, *a))
+    for checkpointing in (False, True):
+        model = some_model(kind)
+        model.checkpointing = checkpointing
+        prompt_ids, prompt_lengths = padded(PROMPTS)
+        ids, _ = padded(COMPLETIONS)
+        runs.clear()
+        model.completion_hidden(prompt_ids, prompt_lengths, ids, torch.tensor(PROMPT_OF)).sum().backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+        layers = len(model.model.layers)
+        assert len(runs) == (4 if checkpointing else 2) * layers                    # prompts and completions; each once more in the backward pass
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_compiled_steps_make_few_graphs_and_equal_eager():
+    """Regression: every new length compiled the step again, until torch gave up. 200 steps with changing numbers of prompts, completions
+    and tokens; equal sizes (heads, lengths) must not be taken for the same size. The backend only counts, so this is quick."""
+    graphs, choose = [], random.Random(0)
+    torch._dynamo.reset()
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    eager, compiled = tiny(vocab_size=40, num_hidden_layers=1), tiny(vocab_size=40, num_hidden_layers=1)
+    compiled.load_state_dict(eager.state_dict())
+    compiled.compile_steps(backend=count)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for step in range(200):
+            prompts = [[choose.randrange(40) for _ in range(choose.randint(2, 9))] for _ in range(choose.randint(1, 3))]
+            G, L = choose.randint(2, 3), choose.randint(2, 9)
+            noise = torch.rand(len(prompts), G, L, generator=torch.Generator().manual_seed(step))
+            a, b = (sample(m, prompts, G, L, eos_ids=[1, 2, 3, 4, 5], noise=noise) for m in (eager, compiled))
+            assert torch.equal(a.ids, b.ids)
+            torch.testing.assert_close(a.logps, b.logps, atol=1e-5, rtol=0)
+            prompt_ids, prompt_lengths = padded(prompts)
+            args = prompt_ids, prompt_lengths, a.ids.flatten(0, 1), torch.arange(len(prompts)).repeat_interleave(G)
+            torch.testing.assert_close(eager.completion_hidden(*args), compiled.completion_hidden(*args), atol=1e-5, rtol=1e-4)
+    assert 2 <= len(graphs) <= 6
+    assert list(compiled.state_dict()) == list(eager.state_dict())                  # plain names in checkpoints
+
+
 # ---------------------------------------------------------------------------------------------------------------------------
 # positions and masks
 
@@ -392,12 +493,15 @@ def test_completion_hidden_is_the_full_forward_and_so_are_its_gradients(kind):
     hidden = model.completion_hidden(prompt_ids, prompt_lengths, ids, torch.tensor(PROMPT_OF))
     assert hidden.shape == (5, 8, model.config.hidden_size) and hidden.isfinite().all()
     loss_of(hidden[mask], model.head_weight, ids[mask], weights).backward()
-    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
     rows = [full_forward(model, PROMPTS[p], completion) for p, completion in zip(PROMPT_OF, COMPLETIONS)]
     torch.testing.assert_close(hidden[mask], torch.cat(rows), atol=2e-5, rtol=1e-4)
     loss_of(torch.cat(rows), model.head_weight, torch.tensor(sum(COMPLETIONS, [])), weights).backward()
     for name, p in model.named_parameters():
+        if not p.requires_grad:                                                     # under an adapter
+            assert kind == "lora" and p.grad is None, name
+            continue
         assert p.grad.abs().max() > 0 or name.endswith("k_proj.bias"), name          # a bias of all keys changes no attention weight
         torch.testing.assert_close(got[name], p.grad, atol=2e-5 * max(1, p.grad.abs().max().item()), rtol=1e-3, msg=lambda m: f"{name}: {m}")
 
@@ -631,7 +735,7 @@ def changed(tensors, **edits):
 
 W, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 BAD_WEIGHTS = {
-    "missing": (lambda t: {k: v for k, v in t.items() if k != UP}, f"1 tensors are missing.*{UP}"),
+    "missing": (lambda t: {k: v for k, v in t.items() if k != UP}, f"the weights lack 1 tensor, .*{UP}"),
     "extra": (lambda t: changed(t, **{"model.layers.2.mlp.up_proj.weight": torch.ones(2)}),
               "model.safetensors: tensor 'model.layers.2.mlp.up_proj.weight'"),
     "a bias too many": (lambda t: changed(t, **{"model.layers.0.self_attn.o_proj.bias": torch.ones(48)}), "model.safetensors: .*o_proj.bias"),
@@ -640,7 +744,7 @@ BAD_WEIGHTS = {
     "scalar": (lambda t: changed(t, **{W: torch.tensor(1.0)}), rf"'{W}' has shape \(\)"),
     "integers": (lambda t: changed(t, **{W: torch.ones(48, dtype=torch.int8)}), f"'{W}' is torch.int8"),
     "other names": (lambda t: {k.removeprefix("model."): v for k, v in t.items()}, "model.safetensors: tensor .*has no place in a llama model"),
-    "no tensors": (lambda t: {}, "21 tensors are missing"),
+    "no tensors": (lambda t: {}, "the weights lack 21 tensors"),
 }
 
 
@@ -695,7 +799,7 @@ BAD_SHARDS = {
     "index with numbers": (edit_index(lambda m: m.update({"model.norm.weight": 1})), "index.json: field 'weight_map'"),
     "index without map": (spoil_index({"metadata": {}}), "index.json: field 'weight_map'"),
     "index with a list": (spoil_index({"weight_map": ["a"]}), "index.json: field 'weight_map'"),
-    "empty map": (spoil_index({"weight_map": {}}), "27 tensors are missing"),
+    "empty map": (spoil_index({"weight_map": {}}), "the weights lack 27 tensors"),
     "index is a list": (spoil_index([]), "index.json: expected a JSON object"),
     "index is broken": (spoil_index('{"weight_map": '), "index.json: not valid JSON"),
     "no index": (lambda f: os.remove(f / "model.safetensors.index.json"), "has no weights"),
