@@ -294,11 +294,11 @@ class GroupCache:
         (P, Hkv, G, _, D), Tp, R = own_k.shape, prompt_k.shape[2], q.shape[1] // own_k.shape[1]                     # R query heads to a key head
         seen = self.bias.shape[-1] - Tp
         for own, new in ((own_k, k), (own_v, v)):
-            own.index_copy_(3, self.place, new.view(P, G, Hkv, 1, D).transpose(1, 2))
+            own.index_copy_(3, self.place, new.reshape(P, G, Hkv, 1, D).transpose(1, 2))
         own_k, own_v = (own.flatten(0, 2)[:, :seen] for own in (own_k, own_v))                                 # (P*Hkv*G, seen, D)
-        q = q.view(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D) / math.sqrt(D)
+        q = q.reshape(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D) / math.sqrt(D)
         prompt_scores = (q @ prompt_k.flatten(0, 1).mT).view(P, Hkv, G * R, Tp)
-        own_scores = (q.view(-1, R, D) @ own_k.mT).view(P, Hkv, G * R, seen)
+        own_scores = (q.reshape(-1, R, D) @ own_k.mT).view(P, Hkv, G * R, seen)
         scores = torch.cat((prompt_scores, own_scores), dim=-1) + self.bias                                        # (P, Hkv, G*R, Tp+seen)
         probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
         y = probs[..., :Tp].flatten(0, 1) @ prompt_v.flatten(0, 1)                  # (P*Hkv, G*R, D)

@@ -7,6 +7,7 @@ shows one group the way GTPO sees it: rewards, advantages, entropies, who is kep
 """
 import argparse
 import hashlib
+import html
 import math
 import os
 import sys
@@ -47,9 +48,8 @@ def restrict(logits, top_k=0, top_p=1.0):
 def draw(probs, uniforms):
     """Draws one token per row by inverting the cumulative distribution: probs (B, V), uniforms (B,) in [0, 1) -> ids (B,).
     One uniform number per token, so a completion does not depend on what else is in the batch."""
-    cumulative = probs.cumsum(-1)                                                   # (B, V)
-    total = cumulative[:, -1]
-    target = torch.minimum((uniforms.double() * total).to(total.dtype), total.nextafter(torch.zeros_like(total)))   # always below the total
+    cumulative = probs.cumsum(-1, dtype=torch.float64)                              # (B, V) in float32 a GPU's sum may fall back a little
+    target = uniforms.double().clamp(max=1 - 2**-32) * cumulative[:, -1]            # always below the total
     ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]         # never a token of probability 0
     return ids.clamp(max=probs.shape[-1] - 1)                                       # rows of nan, which sample() refuses
 
@@ -150,33 +150,76 @@ def completion_texts(tokenizer, samples):
     return [[tokenizer.decode(ids[:n]) for ids, n in zip(*group)] for group in zip(samples.ids.tolist(), lengths)]
 
 
-def show_completion(tokenizer, ids, lam, color):
-    """The text with its conflict tokens marked: [..]x2 have weight 2, [..]x0 have weight 0, the rest counts once. Control characters are
-    escaped: a line stays a line, and nothing that a model writes can steer the terminal."""
-    text, parts, start, place = tokenizer.decode(ids), [], 0, 0
+def printable(text):
+    """Control characters escaped: a line stays a line, and nothing that a model or a data set writes can steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def weighted_runs(tokenizer, ids, lam):
+    """The text of a completion as (piece, weight) for each run of tokens of one weight lambda. No piece ends inside a character."""
+    text, start, place = tokenizer.decode(ids), 0, 0
     for t in range(1, len(ids) + 1):
         if t < len(ids) and lam[t] == lam[start]:
             continue
-        end = len(text) if t == len(ids) else len(tokenizer.decode(ids[:t]).rstrip("\ufffd"))      # a run may end inside a character
-        piece, weight = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[place:end]), int(lam[start])
+        end = len(text) if t == len(ids) else len(tokenizer.decode(ids[:t]).rstrip("\ufffd"))
+        if end > place:
+            yield printable(text[place:end]), int(lam[start])
+        start, place = t, max(place, end)
+
+
+def show_completion(tokenizer, ids, lam, color):
+    """The text with its conflict tokens marked: [..]x2 have weight 2, [..]x0 have weight 0, the rest counts once."""
+    parts = []
+    for piece, weight in weighted_runs(tokenizer, ids, lam):
         if weight != 1:
             piece = f"[{piece}]x{weight}"
             piece = f"\x1b[{'1;32' if weight == 2 else '34'}m{piece}\x1b[0m" if color else piece
         parts.append(piece)
-        start, place = t, end
     return "".join(parts)
+
+
+LEGEND = "[..]x2: conflict tokens where A > 0, weight 2; [..]x0: where A < 0, not punished"
 
 
 def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam, color=None):
     """One group as GTPO sees it, as text. ids, mask, lam (G, L); rewards, advantages, entropy, kept (G,). color None: if the screen has it."""
     if color is None:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    lines = [f"{question}" + (f"   (gold: {gold})" if gold is not None else ""), "reward  advantage  entropy  tokens"]
+    lines = [printable(question) + (f"   (gold: {printable(str(gold))})" if gold is not None else ""), "reward  advantage  entropy  tokens"]
     for g in range(len(ids)):
         n = int(mask[g].sum())
         lines.append(f"{rewards[g].item():6.1f} {advantages[g].item():+10.2f} {entropy[g].item():8.3f} {n:7d}  {'' if kept[g] else '(filtered) '}"
                      + show_completion(tokenizer, ids[g, :n].tolist(), lam[g, :n].tolist(), color))
-    return "\n".join(lines + ["[..]x2: conflict tokens where A > 0, weight 2; [..]x0: where A < 0, not punished"])
+    return "\n".join(lines + [LEGEND] * bool(((lam != 1) & mask.bool()).any()))
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>A group as GTPO sees it</title>
+<style>
+:root { color-scheme: light dark; --two: #c9efcf; --zero: #d5dcfa; --line: #8886; }
+@media (prefers-color-scheme: dark) { :root { --two: #1d5b2a; --zero: #33418c; } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; } th, td { padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { text-align: left; } .n { text-align: right; font-variant-numeric: tabular-nums; } code { white-space: pre-wrap; overflow-wrap: anywhere; }
+.x2 { background: var(--two); font-weight: bold; } .x0 { background: var(--zero); text-decoration: underline; } .filtered code { opacity: .5; }
+</style>
+"""
+
+
+def group_page(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam):
+    """The same as show_group, as one self-contained HTML page, light or dark as the reader's screen is."""
+    rows = []
+    for g in range(len(ids)):
+        n = int(mask[g].sum())
+        text = "".join(f'<span class="x{weight}" title="weight {weight}">{html.escape(piece)}</span>' if weight != 1 else html.escape(piece)
+                       for piece, weight in weighted_runs(tokenizer, ids[g, :n].tolist(), lam[g, :n].tolist()))
+        cells = "".join(f'<td class="n">{cell}</td>' for cell in (f"{rewards[g].item():.1f}", f"{advantages[g].item():+.2f}",
+                                                                  f"{entropy[g].item():.3f}", n, "yes" if kept[g] else "no"))
+        rows.append(f'<tr{"" if kept[g] else " class=filtered"}>{cells}<td><code>{text}</code></td></tr>')
+    head = "".join(f'<th class="n">{name}</th>' for name in ("reward", "advantage", "entropy", "tokens", "kept"))
+    return (f"{PAGE}<h1>A group as GTPO sees it</h1>\n<p>{html.escape(question)}" + (f" (gold: {html.escape(str(gold))})" if gold is not None else "")
+            + f'</p>\n<div class="wide"><table><tr>{head}<th>completion</th></tr>\n' + "\n".join(rows)
+            + '\n</table></div>\n<p><span class="x2">Bold</span>: conflict tokens where the advantage is positive, weight 2. <span class="x0">Underlined</span>: '
+            "conflict tokens where it is negative, weight 0, not punished. The rest counts once. Entropy is the mean over the tokens, in nats.</p>\n</html>\n")
 
 
 def main(argv=None):
@@ -186,7 +229,7 @@ def main(argv=None):
     parser.add_argument("--prompt", required=True, help="the question; it goes through the chat template if there is one")
     parser.add_argument("--gold", help="the right answer; without it only the format is rewarded")
     parser.add_argument("--group", type=int, default=8, help="G, the number of completions")
-    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--max_new_tokens", type=int, help="default: 256, or what the model has room for")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--top_p", type=float, default=1.0)
@@ -194,14 +237,15 @@ def main(argv=None):
     parser.add_argument("--system_prompt", default=SYSTEM_PROMPT)
     parser.add_argument("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--html", metavar="FILE", help="also write the group as a self-contained page")
     args = parser.parse_args(argv)
-    if args.group < 1 or args.max_new_tokens < 0:
-        parser.error("--group must be at least 1 and --max_new_tokens at least 0")
+    if args.group < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
+        parser.error("--group and --max_new_tokens must be at least 1")
 
     tokenizer = Tokenizer.from_pretrained(args.model)
     model = GPT.from_pretrained(args.model, adapter=args.adapter, device=args.device).eval()
     prompt = build_prompt(tokenizer, args.prompt, args.system_prompt, args.prompt_style)
-    room = min(args.max_new_tokens, max(1, model.config.max_position_embeddings - len(prompt)))
+    room = args.max_new_tokens or min(256, max(1, model.config.max_position_embeddings - len(prompt)))
     samples = sample(model, [prompt], args.group, room, args.temperature, args.top_k, args.top_p, tokenizer.eos_ids,
                      noise=seeded_uniforms((args.seed, "sample"), 1, args.group, room))
     texts = completion_texts(tokenizer, samples)[0]
@@ -209,8 +253,12 @@ def main(argv=None):
     advantages = group_advantages(rewards)                                          # (G,)
     ids, mask = samples.ids[0].cpu(), samples.mask[0].cpu()                         # (G, L)
     entropy = mean_entropy(samples.entropy[0].cpu(), mask)                          # (G,)
-    print(show_group(tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, entropy, keep_completions(entropy, entropy.mean()),
-                     conflict_weights(ids, mask, advantages)))
+    group = (tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, entropy, keep_completions(entropy, entropy.mean()),
+             conflict_weights(ids, mask, advantages))
+    print(show_group(*group))
+    if args.html:
+        with open(args.html, "w", encoding="utf-8") as f:
+            f.write(group_page(*group))
     if not samples.finished.all():
         print(f"{int((~samples.finished).sum())} of {args.group} reached max_new_tokens={room} without an end token")
 
@@ -221,3 +269,5 @@ if __name__ == "__main__":
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -2,6 +2,7 @@
 import math
 import os
 import subprocess
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 import sample as sample_py
 from gtpo import conflict_weights, token_logps
 from model import GPT, Config
-from sample import completion_texts, draw, restrict, sample, seeded_uniforms, show_completion, show_group
+from sample import completion_texts, draw, group_page, restrict, sample, seeded_uniforms, show_completion, show_group
 from tokenizer import write_byte_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -144,6 +145,14 @@ def test_a_shared_prompt_equals_separate_prompts(models):
     separate = sample(models["qwen2_tied"], [p for p in PROMPTS for _ in range(4)], 1, 9, eos_ids=(7, 50), noise=noise.view(12, 1, 9))
     assert torch.equal(shared.ids, separate.ids.view(3, 4, 9)) and torch.equal(shared.mask, separate.mask.view(3, 4, 9))
     torch.testing.assert_close(shared.logps, separate.logps.view(3, 4, 9), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_prompt_and_a_group(models, name):
+    """Regression: with a single prompt, torch lays the group's queries out in another way, which a view refused."""
+    out = sample(models[name], PROMPTS[1:2], 8, 10, eos_ids=(5, 17), noise=uniforms(1, 8, 10))
+    check_padding(out)
+    check_against_full_forward(models[name], PROMPTS[1:2], out)
 
 
 def test_each_prompt_is_read_once(models, monkeypatch):
@@ -503,6 +512,7 @@ def test_show_completion_never_cuts_a_character():
     assert show_completion(Bytes(), list(plain), [2, 2, 2, 0, 0, 1, 1, 1, 1], False) == "[a]x2[\U0001F34E]x0\u2211b"
     broken = list(b"a\xf0\x9f")                                                     # the completion itself ends inside a character
     assert show_completion(Bytes(), broken, [2, 1, 1], False) == "[a]x2\ufffd"
+    assert show_completion(Bytes(), list("\u2211b".encode()), [2, 1, 1, 1], False) == "\u2211b"       # Regression: an empty "[]x2" in front
 
 
 def test_show_group():
@@ -534,6 +544,21 @@ def test_show_group_colors_only_a_screen(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
     assert "\x1b[" in colored and "\x1b[" not in plain and show_group(*args) == plain and "gold" not in plain
+    assert sample_py.LEGEND in plain and sample_py.LEGEND not in show_group(*args[:-1], torch.ones(1, 2))            # no marks, no legend
+    hostile = show_group(Bytes(), "a\x1b[2Jb", "1\n2", *args[3:])
+    assert hostile.startswith("a\\x1b[2Jb   (gold: 1\\n2)")                         # a data set must not steer the terminal either
+
+
+def test_group_page_is_self_contained_and_escapes_everything(tmp_path):
+    ids = torch.tensor([list(b"<b>&1"), list(b"<b>&2")])
+    mask, lam = torch.ones(2, 5, dtype=torch.bool), torch.tensor([[2.0, 2, 2, 2, 1], [0.0, 0, 0, 0, 1]])
+    page = group_page(Bytes(), "<script>alert(1)</script>", "<i>", ids, mask, torch.tensor([20.0, 10.0]), torch.tensor([5.0, -5.0]),
+                      torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0]), lam)
+    assert '<span class="x2" title="weight 2">&lt;b&gt;&amp;</span>1' in page and '<span class="x0" title="weight 0">&lt;b&gt;&amp;</span>2' in page
+    assert "<script" not in page and "&lt;script&gt;" in page and "<i>" not in page and "src=" not in page and "href" not in page and "@import" not in page
+    cells = re.findall(r'<td class="n">(.*?)</td>', page)
+    assert cells == ["20.0", "+5.00", "0.250", "5", "yes", "10.0", "-5.00", "0.750", "5", "no"] and page.count("<tr class=filtered>") == 1
+    assert "prefers-color-scheme: dark" in page and page.endswith("</html>\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -563,11 +588,12 @@ def test_command_shows_a_group(folder, capsys):
     assert [line.split()[:2] for line in lines[2:5]] == [["0.0", "+0.00"]] * 3 and "reached max_new_tokens=12 without an end token" in lines[-1]
     assert all(4 < float(line.split()[2]) < math.log(280) for line in lines[2:5])   # nearly uniform over 280 tokens
     assert run_main(capsys, *args) == out != run_main(capsys, *args, "--seed=1")
-    for extra in ("--max_new_tokens=0", "--temperature=0", "--top_k=1", "--top_p=0.5", "--prompt_style=plain", "--group=1", "--system_prompt=", "--prompt="):
+    assert "reached max_new_tokens=256 " in run_main(capsys, f"--model={folder}", "--prompt=1", "--group=8", "--system_prompt=", "--device=cpu")
+    for extra in ("--temperature=0", "--top_k=1", "--top_p=0.5", "--prompt_style=plain", "--group=1", "--system_prompt=", "--prompt="):
         assert "47+12?" in run_main(capsys, *args, extra) or extra == "--prompt="
 
 
-def test_command_marks_what_it_sampled(folder, capsys, monkeypatch):
+def test_command_marks_what_it_sampled(folder, capsys, monkeypatch, tmp_path):
     """The rewards, advantages and marks shown are those of the completions: two right ones, one wrong one."""
     right, wrong = ("<reasoning>\n1\n</reasoning>\n<answer>\n%s\n</answer>" % answer for answer in (59, 60))
 
@@ -587,9 +613,14 @@ def test_command_marks_what_it_sampled(folder, capsys, monkeypatch):
         [reward, advantage, "0.500", str(len(right) + 1), f"[{start}{digits[0]}]{x}{digits[1]}[{end}<|end|>]{x}"]
         for reward, advantage, digits, x in (("20.0", "+3.33", ("", "59"), "x2"), ("10.0", "-6.67", ("", "60"), "x0"), ("20.0", "+3.33", ("", "59"), "x2"))]
     assert len(lines) == 6                                                          # all ended: no word about the limit
+    file = tmp_path / "group.html"
+    run_main(capsys, f"--model={folder}", "--prompt=47+12?", "--gold=59", "--group=3", "--device=cpu", "--temperature=0.5", "--top_k=7", "--top_p=0.9",
+             f"--html={file}")
+    page = file.read_text()
+    assert "47+12? (gold: 59)" in page and page.count('class="x2"') == 5 and page.count('class="x0"') == 3          # two right, one wrong, the legend
 
 
-@pytest.mark.parametrize("extra", ("--group=0", "--group=-1", "--max_new_tokens=-1", "--group=x", "--modle=a", "--prompt_style=x"))
+@pytest.mark.parametrize("extra", ("--group=0", "--group=-1", "--max_new_tokens=-1", "--max_new_tokens=0", "--group=x", "--modle=a", "--prompt_style=x"))
 def test_command_refuses_bad_usage(folder, capsys, extra):
     """Regression: --max_new_tokens=-1 ended in "Trying to create tensor with negative dimension"."""
     with pytest.raises(SystemExit) as e:
@@ -599,7 +630,8 @@ def test_command_refuses_bad_usage(folder, capsys, extra):
 
 def test_command_refuses_what_the_model_cannot_do(folder):
     for extra, message in (("--temperature=-1", "temperature -1"), ("--top_p=2", "top_p 2"), ("--device=abacus", "device abacus"),
-                           (f"--adapter={folder}", "adapter_config.json"), ("--prompt=" + "a" * 500, "no room for the completion")):
+                           (f"--adapter={folder}", "adapter_config.json"), ("--max_new_tokens=399", "no room for the completion"),
+                           ("--prompt=" + "a" * 500, "no room for the completion")):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             sample_py.main([f"--model={folder}", "--prompt=1", "--device=cpu", extra])
 
