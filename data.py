@@ -7,10 +7,23 @@ Problems with known answers: JSONL files, the built-in arithmetic task, demonstr
 
 A download that was cut off continues with the next call; a file gets its final name only when its SHA-256 is right.
 """
-import difflib, gzip, hashlib, http.client, json, math, os, re, sys, urllib.error, urllib.parse, urllib.request, zlib
+import difflib
+import gzip
+import hashlib
+import http.client
+import json
+import math
+import os
+import re
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
 from dataclasses import dataclass
 
 from tqdm import tqdm
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -63,7 +76,9 @@ def load_problems(name_or_path, split="train"):
         _check_choice("problem set", name, NAMES, "; or the path of a .jsonl file")
     if not os.path.exists(path):
         splits = [s for n, s in FILES if n == name]
-        how = f"; {name} has only: {', '.join(splits)}" if splits and split not in splits else f"; get it with `python data.py {name}`"
+        how = f"; get it with `python data.py {name}`"
+        if splits and split not in splits:
+            how = f"; {name} has no {split} split, only: {', '.join(splits)}; for {split} take another set, or a JSONL file by its path"
         raise FileNotFoundError(f"no file {path}{' or ' + path + '.gz' + how if name in NAMES else ''} (looked in {os.getcwd()})")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder; give a .jsonl or .jsonl.gz file, or one of {', '.join(NAMES)}")
@@ -255,20 +270,24 @@ then put the final answer, and nothing else, between <answer> and </answer>:
 </answer>"""
 
 
-def build_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT, prompt_style="auto"):
+def build_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT, prompt_style="auto", examples=()):
     """
     Token ids of the prompt for a question (T,); the completion starts right behind. prompt_style "chat": the chat template with a system
     turn (none when system_prompt is "") and a user turn; "plain", for base models: the tokenizer's bos_ids if it has any, the
-    system prompt and the question (just the question when system_prompt is ""); "auto": chat if there is a template. The texts never
-    become control tokens. Raises ValueError for an unknown style, and for "chat" without a template.
+    system prompt and the question (just the question when system_prompt is ""); "auto": chat if there is a template. Examples (Problems
+    with solutions) come solved before the question (few-shot), as turns of their own in a chat. The texts never become control tokens.
+    Raises ValueError for an unknown style, for "chat" without a template, and for an example without a solution.
     """
     _check_choice("prompt_style", prompt_style, ("auto", "chat", "plain"))
     if prompt_style == "chat" and not tokenizer.has_chat_template:
         raise ValueError('prompt_style "chat" needs a chat template, and the tokenizer has none; use "plain"')
     if prompt_style != "plain" and tokenizer.has_chat_template:
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        return tokenizer.chat_ids(system + [{"role": "user", "content": question}], add_generation_prompt=True)
-    text = f"{system_prompt}\n\nProblem: {question}\nSolution:\n" if system_prompt else question
+        shown = [{"role": role, "content": text} for p in examples for role, text in (("user", p.question), ("assistant", demonstration(p)))]
+        return tokenizer.chat_ids(system + shown + [{"role": "user", "content": question}], add_generation_prompt=True)
+    ask = (lambda text: f"Problem: {text}\nSolution:\n") if system_prompt else str
+    solved = "".join(ask(p.question) + demonstration(p) + ("\n\n" if system_prompt else "\n") for p in examples)
+    text = (f"{system_prompt}\n\n" if system_prompt else "") + solved + ask(question)
     return [*getattr(tokenizer, "bos_ids", ())] + tokenizer.encode(text, allow_special=False)
 
 
@@ -326,8 +345,16 @@ def _sha256(path):
         return hashlib.sha256(f.read()).hexdigest()
 
 
+def _is_url(text):
+    try:
+        address = urllib.parse.urlsplit(text)
+        return address.port != 0 and bool(re.fullmatch(r"https?://[^/\s]\S*", text) and (address.hostname or "").encode("idna"))
+    except ValueError:                                                        # a broken [address], port or label
+        return False
+
+
 def main(args):
-    """The command line. Returns the exit code: 0, 1 when a file could not be had, 2 for bad usage."""
+    """The command line. Returns the exit code: 0, 1 when a file could not be had, 2 for bad usage, 130 when interrupted."""
     if "-h" in args or "--help" in args:
         print(__doc__.strip())
         return 0
@@ -336,7 +363,7 @@ def main(args):
         for arg in args:
             if arg.startswith("-"):
                 mirror = arg.removeprefix("--mirror=").rstrip("/")
-                if not re.match("https?://[^/]", mirror):
+                if not _is_url(mirror):
                     raise ValueError(f"{arg}: the one flag is --mirror=https://host or --mirror=https://host/prefix")
             else:
                 _check_choice("problem set", arg, NAMES + ("all",))
@@ -356,6 +383,9 @@ def main(args):
             except OSError as e:
                 print(f"error: {e}", file=sys.stderr)
                 status = 1
+            except KeyboardInterrupt:
+                print(f"interrupted; the same command goes on from {path}.part", file=sys.stderr)
+                return 130
     for name in [name for name in ("arithmetic", "math") if name in names]:
         try:
             print(f"{name}: {len(load_problems(name, 'train'))} train and {len(load_problems(name, 'test'))} test problems are there")

@@ -3,6 +3,7 @@ pass@k and maj@k: n completions of each problem are sampled, graded, written to 
 
     python eval.py --model=out/arithmetic/model --data=arithmetic --n=8 --limit=50
     python eval.py --model=models/Qwen2.5-3B-Instruct --data=gsm8k,path/to/problems.jsonl --n=64 --k=1,8,16,32,64
+    python eval.py --model=models/Qwen2.5-3B --data=math500 --few_shot=4 --examples=math     # four solved problems before each question
     torchrun --nproc_per_node=8 eval.py --model=models/Qwen2.5-3B-Instruct --preset=paper
     python eval.py --rescore=FILE.jsonl        # grades the completions of an earlier run again, without sampling
 
@@ -23,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import sys
 import time
 from datetime import timedelta
@@ -32,15 +34,17 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import SYSTEM_PROMPT, build_prompt, load_problems
+from data import NAMES, SYSTEM_PROMPT, build_prompt, load_problems
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
 from sample import completion_texts, sample, seeded_uniforms
 from tokenizer import Tokenizer
 
-# Published pass@k in percent, by k: Qwen2.5-3B-Instruct trained on MATH (arXiv 2508.03772)
-PUBLISHED = {"amc23": {"GTPO": {1: 40.0, 8: 75.0, 64: 85.0}, "GRPO": {1: 30.0, 8: 67.5, 64: 87.5}},
-             "aime24": {"GTPO": {64: 30.0}, "GRPO": {64: 16.7}}}
+# Published pass@k in percent, by k (arXiv 2508.03772, models trained on MATH). A trained model keeps its shape, not its name: a model is
+# known by (model_type, hidden_size, num_hidden_layers).
+PUBLISHED = {("qwen2", 2048, 36): ("Qwen2.5-3B-Instruct", {"amc23": {"GTPO": {1: 40.0, 8: 75.0, 64: 85.0}, "GRPO": {1: 30.0, 8: 67.5, 64: 87.5}},
+                                                           "aime24": {"GTPO": {64: 30.0}, "GRPO": {64: 16.7}}})}
+SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
 PAPER_N = {"gsm8k": 32, "math": 32, "aime24": 64, "aime25": 64, "amc23": 64}       # n and the largest k in the paper
 SHARES = ["format", "truncated", "unreadable", "tokens"]
 
@@ -153,7 +157,7 @@ def bootstrap(values, seed=0):
 @torch.no_grad()
 def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, temperature=1.0, top_p=1.0, system_prompt=SYSTEM_PROMPT,
              prompt_style="auto", max_prompt_tokens=None, seed=0, batch_prompts=None, rank=0, world_size=1, progress=True,
-             on_rows=None, earlier=()):
+             on_rows=None, earlier=(), examples=()):
     """Samples n completions of each problem and grades them. Returns a dict:
 
     problems, skipped, completions  counts; skipped: the prompt is too long, which counts as wrong
@@ -161,14 +165,14 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, temperature=1.0,
     format, truncated, unreadable   share of completions in the right format, without end token, without readable answer
     tokens                          mean length of a completion, end token included
     seconds, sampled_tokens         time of this call, and the tokens that all processes sampled in it
-    rows                            this process's rows: index, sample, question, gold, level and subject (if known), prompt, completion
-                                    (without end token), answer, correct, formatted, tokens, finish ("stop", "length", "skipped")
+    rows                            this process's rows: index, sample, question, gold, level and subject (if known), prompt (None:
+                                    skipped), completion (without end token), answer, correct, formatted, tokens, finish ("stop", "length", "skipped")
 
-    A prompt may have max_prompt_tokens tokens (None: any), and at most the model's window less max_new_tokens. batch_prompts prompts are
-    sampled at a time (None: about 128 completions). With world_size > 1 each process calls this with its rank, in the default process
-    group; each problem is sampled by one of them, and all get the same figures. on_rows(rows) gets the rows of each problem when they are
-    there. `earlier`: rows of an earlier call, the same on every process; their problems are counted but not sampled. The model's mode and
-    all global random states stay as they were. ValueError for settings that make no sense and when no completion fits in the window.
+    A prompt may have max_prompt_tokens tokens (None: any), and at most the model's window less max_new_tokens; `examples`, solved problems,
+    stand in each. batch_prompts prompts are sampled at a time (None: about 128 completions). With world_size > 1 each process calls this
+    with its rank, in the default process group; each problem is sampled by one of them, and all get the same figures. on_rows(rows) gets the
+    rows of each problem when they are there. `earlier`: rows of an earlier call, the same on every process; their problems are counted but
+    not sampled. The model's mode and all global random states stay as they were. ValueError for settings that make no sense.
     """
     start, ks, window = time.time(), check_ks(n, ks), model.config.max_position_embeddings
     if not len(problems):
@@ -187,9 +191,9 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, temperature=1.0,
     counts = torch.zeros(3, dtype=torch.float64)                                    # skipped, completions, tokens sampled now
 
     def row(i, j, completion, tokens, finish):
-        p, prompt = problems[i], tokenizer.decode(prompts[i]) if j == 0 and finish != "skipped" else None
+        p = problems[i]
         known = {key: value for key, value in (("level", p.level), ("subject", p.subject)) if value is not None}
-        return {"index": i, "sample": j, "question": p.question, "gold": p.answer, **known, "prompt": prompt, "completion": completion,
+        return {"index": i, "sample": j, "question": p.question, "gold": p.answer, **known, "prompt": texts_of.get(i), "completion": completion,
                 **verdict(completion, p.answer), "tokens": tokens, "finish": finish}
 
     def take(i, its_rows, new=True):
@@ -201,10 +205,11 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, temperature=1.0,
             on_rows(its_rows)
 
     # a question of over 64 characters per allowed token is skipped unread: an absurd row must not hang the tokenizer
-    prompts = {i: build_prompt(tokenizer, p.question, system_prompt, prompt_style)
+    prompts = {i: build_prompt(tokenizer, p.question, system_prompt, prompt_style, examples)
                for i, p in enumerate(problems) if i not in done and len(p.question) <= 64 * room}
     fits = sorted((i for i in prompts if len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))     # alike lengths side by side
     mine, size = fits[rank::world_size], batch_prompts or max(1, 128 // n)
+    texts_of = {i: tokenizer.decode(prompts[i]) for i in mine}
     if rank == 0:
         for i in done:
             take(i, done[i], new=False)
@@ -353,9 +358,12 @@ def print_table(name, rows, header, ks):
               "it has, and has no part where k is larger")
     line("", *(f"k={k}" for k in ks))
     line("pass@k", *(figure(f"pass@{k}") for k in ks))
-    for method, known in PUBLISHED.get(benchmark(name), {}).items() if "Qwen2.5-3B" in header["model"] else ():
+    published, figures = PUBLISHED.get(tuple(header.get("shape", ())), ("", {}))
+    for method, known in figures.get(benchmark(name), {}).items():
         line(f"paper, {method}", *(known.get(k, "-") for k in ks))
     line("maj@k", *(figure(f"maj@{k}") for k in ks))
+    if benchmark(name) in figures:
+        print(f"  paper: pass@k of {published} trained on MATH, arXiv 2508.03772")
     line("", *SHARES)
     line("completions", *(figure(column) for column in SHARES))
     if mean(stats["truncated"]) > 0.5:
@@ -426,6 +434,8 @@ def parse(argv):
     p.add_argument("--max_prompt_tokens", type=int, default=4000, help="a longer prompt is skipped, which counts as wrong (default: 4000)")
     p.add_argument("--system_prompt", default=SYSTEM_PROMPT, help="default: the one of training")
     p.add_argument("--prompt_style", default="auto", choices=["auto", "chat", "plain"], help="default: auto, chat if there is a template")
+    p.add_argument("--few_shot", type=int, default=0, metavar="N", help="solved examples before each question (default: 0)")
+    p.add_argument("--examples", help="set, or file with solutions, to take them from (default: the train split of the set itself)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--batch_prompts", type=int, help="prompts sampled at a time by a process, n completions each (default: 128 / n)")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
@@ -440,18 +450,36 @@ def parse(argv):
     args.data = args.data or (",".join(PAPER_N) if args.preset else None)
     if not args.rescore and not (args.model and args.data):
         wrong("give --model and --data (or --preset=paper), or --rescore")
+    if args.data and not all(args.data.split(",")):
+        wrong(f"--data={args.data}: an empty name")
+    if args.few_shot < 0 or args.examples and not args.few_shot:
+        wrong(f"--few_shot={args.few_shot}: it must be at least 0, and at least 1 with --examples")
     if args.limit is not None and args.limit < 1:
         wrong(f"--limit={args.limit} is less than 1")
     return args
 
 
+def few_shot(args, name, problems):
+    """The first --few_shot problems with a solution, of --examples or of the train split of the set, none of which is asked."""
+    if not args.few_shot:
+        return []
+    if not args.examples and name not in NAMES:
+        raise ValueError(f"--few_shot={args.few_shot}: {name} is a file; say with --examples=FILE where the solved examples are")
+    asked, source = {p.question for p in problems}, args.examples or name
+    found = [p for p in load_problems(source, split="train") if p.solution and p.question not in asked][:args.few_shot]
+    if len(found) < args.few_shot:
+        raise ValueError(f"--few_shot={args.few_shot}: {source} has only {len(found)} problems with a solution that are not asked in {name}")
+    return found
+
+
 def run(args, rank, world_size, device):
     """Samples what is not in the file yet, writes it there as it comes, and prints the tables."""
     plan = {}                                                                       # name -> (n, ks)
-    for name in filter(None, args.data.split(",")):
+    for name in args.data.split(","):
         n = args.n if args.n is not None else PAPER_N.get(benchmark(name), 32) if args.preset else 8
         plan[name] = n, check_ks(n, args.k or [2**e for e in range(n.bit_length())] + [n])
     sets = {name: load_problems(name, split=args.split)[:args.limit] for name in plan}
+    shots = {name: few_shot(args, name, problems) for name, problems in sets.items()}
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model = GPT.from_pretrained(args.model, adapter=args.adapter, dtype=getattr(torch, dtype), device=device)
     tokenizer = Tokenizer.from_pretrained(args.model)
@@ -461,12 +489,15 @@ def run(args, rank, world_size, device):
     settings = {"weights": fingerprint(model), "dtype": dtype}
     for key in ("split", "temperature", "top_p", "max_new_tokens", "max_prompt_tokens", "system_prompt", "prompt_style", "seed"):
         settings[key] = getattr(args, key)
+    if args.few_shot:
+        settings.update(few_shot=args.few_shot, examples=args.examples)
     settings["data"] = {}
     for name, problems in sets.items():
-        first = build_prompt(tokenizer, "1+1?", args.system_prompt, args.prompt_style)      # tells tokenizers and templates apart
+        first = build_prompt(tokenizer, "1+1?", args.system_prompt, args.prompt_style, shots[name])   # tells tokenizers, templates, examples apart
         digest = hashlib.sha256(json.dumps([first, [[p.question, p.answer] for p in problems]]).encode()).hexdigest()[:16]
         settings["data"][name] = {"n": plan[name][0], "problems": len(problems), "hash": digest}
-    header = {"model": args.model, "adapter": args.adapter, "k": {name: ks for name, (n, ks) in plan.items()}, "settings": settings}
+    header = {"model": args.model, "adapter": args.adapter, "shape": [model.config.raw.get(key) for key in SHAPE],
+              "k": {name: ks for name, (n, ks) in plan.items()}, "settings": settings}
     label = "-".join(os.path.abspath(args.model).split(os.sep)[-2:])
     path = args.out or os.path.join("out", "eval", f"{label}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]}.jsonl")
 
@@ -492,7 +523,7 @@ def run(args, rank, world_size, device):
                 f.flush()
             result = evaluate(model, tokenizer, sets[name], n, ks, args.max_new_tokens, args.temperature, args.top_p, args.system_prompt,
                               args.prompt_style, args.max_prompt_tokens, args.seed, args.batch_prompts, rank, world_size, on_rows=write,
-                              earlier=[row for row in earlier if row["data"] == name])
+                              earlier=[row for row in earlier if row["data"] == name], examples=shots[name])
             sampled, seconds = sampled + result["sampled_tokens"], seconds + result["seconds"]
     if world_size > 1:
         dist.barrier()                                                              # the other processes' files are closed
@@ -508,10 +539,6 @@ def peak_memory(device):
     """The most memory this process has held: of the GPU, or on a CPU all of it."""
     if device.type == "cuda":
         return f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
-    try:
-        import resource
-    except ImportError:                                                             # Windows
-        return "peak memory not known"
     unit = 1 if sys.platform == "darwin" else 1024                                  # ru_maxrss is in bytes there, else in KiB
     return f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB"
 

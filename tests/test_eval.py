@@ -101,8 +101,9 @@ def rows_of(answers, gold="1", index=0, formatted=True, finish="stop", **more):
             for j, a in enumerate(answers)]
 
 
-def header_of(n, problems, model="m", name="d", ks=(1,)):
-    return {"model": model, "k": {name: list(ks)}, "settings": {"data": {name: {"n": n, "problems": problems}}, "max_new_tokens": 16}}
+def header_of(n, problems, shape=(), name="d", ks=(1,)):
+    settings = {"data": {name: {"n": n, "problems": problems}}, "max_new_tokens": 16}
+    return {"model": "m", "shape": list(shape), "k": {name: list(ks)}, "settings": settings}
 
 
 def test_figures_of_one_problem():
@@ -154,11 +155,12 @@ def test_table_tells_levels_and_published_figures(capsys):
     shown = capsys.readouterr().out
     assert re.search(r"\n  1 +1 +100\.0 ", shown) and re.search(r"\n  5 +1 +0\.0 ", shown)
     assert "Algebra" not in shown and "paper" not in shown                           # one subject: nothing to compare
-    for name, model, known in (("amc23", "models/Qwen2.5-3B-Instruct", True), ("sets/amc23/test.jsonl", "Qwen2.5-3B", True),
-                               ("amc23", "models/Llama-3.1-8B", False), ("gsm8k", "Qwen2.5-3B", False)):
-        ev.print_table(name, rows_of(["1"] * 64), header_of(64, 1, model, name), [1, 2, 8, 64])
+    qwen3b, llama8b = ("qwen2", 2048, 36), ("llama", 4096, 32)                       # by shape: a trained model has a name of its own
+    for name, shape, known in (("amc23", qwen3b, True), ("sets/amc23/test.jsonl", qwen3b, True),
+                               ("amc23", llama8b, False), ("gsm8k", qwen3b, False), ("amc23", (), False)):
+        ev.print_table(name, rows_of(["1"] * 64), header_of(64, 1, shape, name), [1, 2, 8, 64])
         shown = capsys.readouterr().out
-        assert ("paper" in shown) == known
+        assert ("paper" in shown) == known == ("Qwen2.5-3B-Instruct trained on MATH" in shown)
         for line in (r"paper, GTPO +40\.0 +- +75\.0 +85\.0\n", r"paper, GRPO +30\.0 +- +67\.5 +87\.5\n"):
             assert bool(re.search(line, shown)) == known
 
@@ -226,7 +228,7 @@ def test_evaluate_counts_by_hand(monkeypatch):
     tokens = [len(wrong) + 1, len(good) + 1, len(bare) + 1, 2] + [len(wrong) + 1] * 4                         # the end token is one
     assert result["tokens"] == pytest.approx(sum(tokens) / 8) and result["sampled_tokens"] == sum(tokens)
     rows = {(r["index"], r["sample"]): r for r in result["rows"]}
-    assert rows[0, 1] == {"index": 0, "sample": 1, "question": "a", "gold": "7", "level": 2, "subject": "s", "prompt": None,
+    assert rows[0, 1] == {"index": 0, "sample": 1, "question": "a", "gold": "7", "level": 2, "subject": "s", "prompt": "a",
                           "completion": good, "answer": "7", "correct": True, "formatted": True, "tokens": len(good) + 1, "finish": "stop"}
     assert rows[0, 0]["prompt"] == "a" and "level" not in rows[1, 0]
     assert (rows[0, 3]["completion"], rows[0, 3]["answer"], rows[0, 3]["correct"], rows[0, 3]["finish"]) == ("hm", None, False, "length")
@@ -382,6 +384,8 @@ def test_command_writes_completions_and_a_table(command):
     assert [(r["index"], r["sample"]) for r in rows] == [(i, j) for i in range(4) for j in range(4)] + [(4, 0)]      # in order of problem
     assert rows[-1]["finish"] == "skipped" and "problems skipped: 1," in out
     assert all(r["data"] == "p.jsonl" and (r["finish"] == "length") == (r["tokens"] == 6) or r["finish"] == "stop" for r in rows[:-1])
+    prompts = [f"<|user|>{q}<|assistant|>" for q in ("1+1?", "12+30?", "5?", "7+8=?") for _ in range(4)]
+    assert header["shape"] == ["llama", 16, 1] and [r["prompt"] for r in rows] == prompts + [None]          # in every row
     assert "5 problems, 4 completions each" in out and "pass@k" in out and "maj@k" in out and "k=4" in out and "tokens/s" in out
     assert len({r["completion"] for r in rows}) > 8                                  # the noise is used
     texts = [r["completion"] for r in rows]
@@ -452,6 +456,31 @@ def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_pat
     assert code == 2 and "weights" in err
 
 
+def test_few_shot(command):
+    """Solved examples stand in each prompt, never a problem that is asked; other examples are another evaluation."""
+    with open("e.jsonl", "w") as f:
+        f.writelines(json.dumps({"question": q, "answer": a, "solution": w}) + "\n"
+                     for q, a, w in (("1+1?", "2", "x"), ("1?", "1", ""), ("3?", "3", "y")))
+    few = ("--examples=e.jsonl", "--few_shot=1", "--max_new_tokens=2", "--limit=1")
+    code, out, err = command(*few)
+    assert code == 0, err
+    shown = "<|user|>3?<|assistant|><reasoning>\ny\n</reasoning>\n<answer>\n3\n</answer><|end|>"
+    assert lines_of("o.jsonl")[1]["prompt"] == shown + "<|user|>1+1?<|assistant|>"   # not 1+1?, which is asked; not 1?, which has no solution
+    code, out, err = command("--examples=e.jsonl", "--few_shot=2")
+    assert code == 2 and "e.jsonl has only 1 problems with a solution that are not asked in p.jsonl" in err
+    assert command("--max_new_tokens=2", "--limit=1")[0] == 2                        # without examples: other settings
+    for flags, match in ((["--few_shot=1"], "p.jsonl is a file"), (["--examples=e.jsonl"], "--few_shot=0"), (["--few_shot=-1"], "--few_shot=-1")):
+        code, out, err = command(*flags)
+        assert code == 2 and match in err, err
+
+
+def test_examples_reach_the_prompt(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ev, "sample", scripted(from_noise, seen))
+    rows = evaluate(PROBLEMS[:1], examples=[Problem("1+1?", "2", "1+1=2")], model=tiny_module(4096), max_prompt_tokens=2000)["rows"]
+    assert "1+1=2" in seen[0][0] and seen[0][0].endswith("qqqqq") and rows[3]["prompt"] == seen[0][0]
+
+
 def test_rescore_shows_what_changes(command):
     assert command()[0] == 0
     header, *rows = lines_of("o.jsonl")
@@ -480,7 +509,7 @@ def test_wrong_usage_is_one_message(command, model_folder):
                          ("--temperature=-1", "temperature"), ("--device=abacus", "--device=abacus"),
                          ("--data=nowhere.jsonl", "nowhere.jsonl"), ("--model=nowhere", "nowhere"),
                          ("--max_new_tokens=64", "64"), ("--preset=essay", "essay"), ("--split=dev", "dev"),
-                         ("--batch_prompts=0", "batch_prompts=0")):
+                         ("--batch_prompts=0", "batch_prompts=0"), ("--data=,", "an empty name"), ("--data=p.jsonl,", "an empty name")):
         code, out, err = command(*flags.split())
         assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and match in err, (flags, err)
     assert command("--n=2", base=False)[0] == 2
