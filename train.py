@@ -9,10 +9,17 @@ Trains a policy with GTPO, GRPO or SFT alone: one plain loop, on one CPU or on m
 
 Each step: sample a group of completions for every prompt, reward them, turn rewards into advantages and per-token weights, take one
 gradient step. Output goes to out/NAME/: config.toml, metrics.jsonl (one line a step), ckpt.pt, model/ in Hugging Face format.
+
+Exit code: 0; 2 for a mistake or a fault, with one message; 130 or 143 when Ctrl-C or SIGTERM stopped the run: it ends its step, saves,
+and continues with --resume (a second signal ends it at once). torchrun restarts a process that a signal stopped, as after any other
+exit code than 0, if it has restarts left. `torchrun --max_restarts=3 ... train.py ... --resume=auto` goes on from the last checkpoint; on
+several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or the restarted processes read the addresses of the dead ones.
 """
 import contextlib
 import difflib
+import fcntl
 import functools
+import hashlib
 import json
 import math
 import os
@@ -23,19 +30,21 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
-from data import SYSTEM_PROMPT, demonstration, encode_prompts, held_out, imperfect_demonstration, load_problems
+from data import NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, imperfect_demonstration, load_problems
 from eval import evaluate
-from gtpo import (conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy, surrogate_loss,
-                  token_logps)
+from gtpo import (advantage_sign, conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
+                  surrogate_loss, token_logps)
 from model import GPT, Config
 from rewards import accuracy_reward, format_reward
 from sample import completion_texts, sample, seeded_uniforms, show_group
@@ -62,7 +71,7 @@ class TrainConfig:
     sft_steps: int = 900                # updates of the warm-up; 0: none
     sft_batch_size: int = 32            # demonstrations per step, over all processes
     sft_learning_rate: float = 3e-3     # peak; cosine to 0
-    sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution) are skipped and counted
+    sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution; so are those beyond the model's window) are skipped
 
     # reinforcement learning
     steps: int = 150                    # updates of the policy, one per rollout unless updates_per_rollout is larger
@@ -97,10 +106,10 @@ class TrainConfig:
     eval_every: int = 0                 # also evaluate every so many RL steps; 0: only before and after
     save_every: int = 50                # steps between checkpoints
     show_every: int = 25                # RL steps between sampled groups shown on the screen; 0: none
-    resume: str = "no"                  # no, yes (--resume), or auto: continue if there is a checkpoint
+    resume: str = "no"                  # no, yes (--resume), or auto: continue if there is a checkpoint, else start afresh
     resume_force: bool = False          # resume although the configuration differs
     overwrite: bool = False             # delete the run that stands in the output folder
-    max_bad_updates: int = 10           # stop after so many non-finite gradients in a row
+    max_bad_updates: int = 10           # stop after so many updates in a row were skipped, their loss or gradient not being finite
     timeout_minutes: float = 30.0       # how long processes wait for one another
 
 
@@ -174,7 +183,7 @@ def read_config(argv):
                 content = tomllib.load(f)
         except FileNotFoundError:
             raise FileNotFoundError(f"{file}: no such configuration file; presets are in config/") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
             raise ValueError(f"{file}: not valid TOML: {e}") from None
         for name, value in content.items():
             values[name] = convert(known(name, f"{file}: key {name!r}"), value, f"{file}: key {name!r}")
@@ -193,11 +202,19 @@ def check_config(c, world_size):
     for name, smallest in least.items():
         if getattr(c, name) < smallest:
             raise ValueError(f"{name}={getattr(c, name)}: should be {smallest} or more")
+        if isinstance(getattr(c, name), int) and getattr(c, name) >= (limit := 2**63 if name == "seed" else 2**31):
+            raise ValueError(f"{name}={getattr(c, name)}: should be below {limit}")
+    for name, largest in (("warmup_ratio", 1), ("timeout_minutes", 1e6)):
+        if getattr(c, name) > largest:
+            raise ValueError(f"{name}={getattr(c, name)}: should be {largest:g} or less")
     for name in ("temperature", "learning_rate", "sft_learning_rate", "epsilon", "timeout_minutes"):
         if getattr(c, name) <= 0:
             raise ValueError(f"{name}={getattr(c, name)}: should be above 0")
-    if not 0 <= c.adam_beta2 < 1:
-        raise ValueError(f"adam_beta2={c.adam_beta2}: should be at least 0 and below 1")
+    for name in ("adam_beta2", "epsilon"):
+        if not 0 <= getattr(c, name) < 1:
+            raise ValueError(f"{name}={getattr(c, name)}: should be at least 0 and below 1")
+    if c.overwrite and c.resume != "no":
+        raise ValueError(f"--overwrite deletes the run in the output folder and --resume={c.resume} continues it: give one of the two")
     if c.updates_per_rollout > 1 and c.algo == "gtpo":
         raise ValueError("updates_per_rollout: GTPO has no clipping and takes one update per rollout; use --algo=grpo for more")
     for name in ("prompts_per_step", "sft_batch_size"):
@@ -207,8 +224,8 @@ def check_config(c, world_size):
         raise ValueError(f"name={c.name!r}: use letters, digits, '-', '_', '+' and '.'; the folder is chosen with --out_dir")
     if c.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': this PyTorch sees no CUDA device; use --device=cpu")
-    if c.sft_steps + c.steps == 0:
-        raise ValueError("sft_steps and steps are both 0: there is nothing to do")
+    if c.sft_steps + (c.steps if c.algo != "sft" else 0) == 0:
+        raise ValueError("sft_steps=0" + (" and steps=0" if c.algo != "sft" else " with algo='sft'") + ": there is nothing to do")
 
 
 def to_toml(c):
@@ -226,9 +243,17 @@ class Processes:
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
         if cuda:
+            if self.device.index >= torch.cuda.device_count():
+                raise ValueError(f"process {self.device.index} of this node has no GPU: PyTorch sees {torch.cuda.device_count()}; start torchrun "
+                                 f"with --nproc_per_node={torch.cuda.device_count()}, or train with --device=cpu")
             torch.cuda.set_device(self.device)
         if self.size > 1:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))
+            timeout = timedelta(minutes=timeout_minutes)
+            store, *_ = next(rendezvous("env://", timeout=timeout))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun keeps its store over restarts (pytorch/pytorch#135712): a restarted group would read the addresses of the dead one
+                store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         self.main = self.rank == 0
 
     def sum(self, *tensors):
@@ -237,15 +262,32 @@ class Processes:
             for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
                 work.wait()
 
+    def share(self, model):
+        """Gives every process the weights of the first."""
+        if self.size > 1:
+            for p in model.parameters():
+                dist.broadcast(p.data, 0)
+
     def totals(self, values):
         """Sums a dictionary of numbers over all processes, in float64."""
         tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
         self.sum(tensor)
         return dict(zip(values, tensor.tolist()))
 
+    def gather(self, value):
+        """The value (text, numbers, a dictionary) of every process, in the order of their ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def barrier(self):
         if self.size > 1:
             dist.barrier()
+
+    def fail(self, error, teller=0):
+        """Ends all processes for the same reason (each must call this): one of them tells it."""
+        raise error if self.rank == teller else SystemExit(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -314,14 +356,16 @@ def make_optimizer(model, c):
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, c.adam_beta2))
 
 
-def update(model, optimizer, processes, lr, grad_clip):
-    """Sums the gradients over processes, clips and steps. Returns the gradient norm before clipping; a non-finite one changes nothing."""
+def update(model, optimizer, processes, lr, grad_clip, loss=0.0):
+    """Sums the gradients over processes, clips and steps. Returns the gradient's norm before clipping. If it, or the loss of any process, is not
+    finite (then nan is returned), nothing is changed, on all processes alike."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
         if p.grad is None:                                                          # this process had nothing to learn from
             p.grad = torch.zeros_like(p)
-    processes.sum(*(p.grad for p in params))
-    norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf).item()
+    losses = torch.tensor(float(loss), device=params[0].device)                     # nan and inf stay what they are in a sum
+    processes.sum(losses, *(p.grad for p in params))
+    norm = (torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf) + 0 * losses).item()
     if math.isfinite(norm):
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -351,18 +395,39 @@ def make_tiny_model(folder, seed):
 
 
 def main(argv):
+    """Trains as the command line says. Returns the exit code. ValueError and OSError say what is wrong."""
     if "--help" in argv or "-h" in argv:
         print(help_text())
-        return
+        return 0
     c = read_config(argv)
     check_config(c, int(os.environ.get("WORLD_SIZE", 1)))
     processes = Processes(c.device, c.timeout_minutes)
+    with Signals() as signals, contextlib.ExitStack() as held:
+        code = train(c, processes, signals, held)
+    if processes.size > 1:                                                          # after a fault it might wait for the others
+        dist.destroy_process_group()
+    return code
+
+
+def command(argv):
+    """main() for the shell: what goes wrong ends with one message and exit code 2; other exceptions are our mistakes and show a traceback."""
     try:
-        with Signals() as signals:
-            train(c, processes, signals)
-    finally:
-        if processes.size > 1:
-            dist.destroy_process_group()
+        return main(argv)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as e:
+        message = str(e)
+    except (RuntimeError, MemoryError) as e:
+        first = (str(e) or type(e).__name__).splitlines()[0]
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
+            message = (f"out of memory: {first}\nLower micro_tokens (the loss; the result stays the same), or prompts_per_step, group_size and "
+                       "max_new_tokens (sampling); the run continues from its last checkpoint with --resume")
+        elif isinstance(e, dist.DistError) or re.search("gloo|nccl|connection", str(e), re.IGNORECASE):
+            message = f"process {os.environ.get('RANK')}: another process ended, or did not answer within timeout_minutes ({first})"
+        else:
+            raise
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -370,31 +435,45 @@ def main(argv):
 
 RESUME_MAY_DIFFER = {"name", "out_dir", "resume", "resume_force", "overwrite", "device", "micro_tokens", "save_every", "show_every",
                      "eval_every", "max_bad_updates", "timeout_minutes"}            # none of these changes what is learned
+CHECKPOINT = ("config", "step", "processes", "model", "optimizer", "initial_entropy", "before", "skipped_updates")
 
 
-def open_output(c, out, processes):
+def lock_output(out):
+    """Locks the output folder (created if need be) for one run, until the returned file is closed or the process dies."""
+    os.makedirs(out, exist_ok=True)
+    file = open(os.path.join(out, "lock"), "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another run is writing to {out}: wait for it or stop it, or choose another folder with --name=OTHER") from None
+    except OSError as e:                                                            # some network file systems
+        print(f"note: {out} cannot be locked ({e}); take care that no second run uses it", file=sys.stderr)
+    return file
+
+
+def open_output(c, out):
     """Returns the checkpoint to continue from, or None for a new run. ValueError if the folder holds a run and nobody said what to do."""
-    path = os.path.join(out, "ckpt.pt")
-    if c.overwrite and c.resume == "no":
-        processes.barrier()
-        if processes.main:
-            for name in ("ckpt.pt", "metrics.jsonl", "config.toml"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(out, name))
-            for name in ("model", "sft", "init"):
-                shutil.rmtree(os.path.join(out, name), ignore_errors=True)
-        processes.barrier()
-    elif c.resume == "no" and (os.path.exists(path) or os.path.exists(os.path.join(out, "metrics.jsonl"))):
-        raise ValueError(f"{out} already holds a run: --resume continues it, --name=OTHER starts another beside it, --overwrite deletes it")
-    if c.resume == "no" or (c.resume == "auto" and not os.path.exists(path)):
+    path, metrics = os.path.join(out, "ckpt.pt"), os.path.join(out, "metrics.jsonl")
+    saved, logged = os.path.exists(path), os.path.exists(metrics) and os.path.getsize(metrics) > 0
+    if c.resume == "yes" and not saved:
+        raise FileNotFoundError(f"{path}: no checkpoint to resume from; start without --resume" + (" and with --overwrite" if logged else ""))
+    if c.resume == "no" and not c.overwrite and (saved or logged):
+        held = "a run: --resume continues it, " if saved else "a run that ended before its first checkpoint: "
+        raise ValueError(f"{out} already holds {held}--name=OTHER starts another beside it, --overwrite deletes it")
+    if c.resume == "no" or not saved:                                               # a new run
+        for name in ("model", "adapter", "data", "eval_data"):
+            if getattr(c, name) and (os.path.realpath(getattr(c, name)) + os.sep).startswith(os.path.realpath(out) + os.sep):
+                raise ValueError(f"{name}={getattr(c, name)} lies in the output folder {out}, which a new run clears; choose another --name")
         return None
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: no checkpoint to resume from; start without --resume")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        before = checkpoint["config"]
+        if missing := [key for key in CHECKPOINT if key not in checkpoint]:
+            raise ValueError(f"it has no {missing[0]!r}")
+        before = dict(checkpoint["config"])
+        checkpoint["shapes"] = {name: tuple(tensor.shape) for name, tensor in checkpoint["model"].items()}
     except Exception as e:                                                          # torch raises many kinds for a broken file
-        raise ValueError(f"{path}: not a readable checkpoint ({type(e).__name__}: {str(e)[:200]})") from None
+        raise ValueError(f"{path}: not a readable checkpoint ({type(e).__name__}: {str(e)[:200]}); --overwrite starts afresh") from None
     now = asdict(c)
     differing = [f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in now if k not in RESUME_MAY_DIFFER and before.get(k) != now[k]]
     if differing and not c.resume_force:
@@ -403,71 +482,153 @@ def open_output(c, out, processes):
     return checkpoint
 
 
+def restore(model, optimizer, checkpoint, path):
+    """Weights and optimizer as the checkpoint has them; it lets go of its own. ValueError names the first tensor that does not fit the model."""
+    own, saved = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, checkpoint["shapes"]
+    for name in [*own, *saved]:
+        if own.get(name) != saved.get(name):
+            raise ValueError(f"{path}: tensor {name!r} is {saved.get(name, 'missing')} in the checkpoint and {own.get(name, 'missing')} in this "
+                             "model; resume with the model that the run began with")
+    model.load_state_dict(checkpoint.pop("model"))
+    try:
+        optimizer.load_state_dict(checkpoint.pop("optimizer"))
+    except Exception as e:                                                          # many kinds, too
+        raise ValueError(f"{path}: the optimizer's state does not fit this model ({type(e).__name__}: {str(e)[:200]})") from None
+
+
+def clear_output(out):
+    """Deletes what a run writes, and nothing else. The rows go last: as long as they stand, the folder is known to have held a run."""
+    for name in ("ckpt.pt", "model", "sft", "init", "eval.jsonl", "config.toml", "metrics.jsonl"):
+        path = os.path.join(out, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.remove(path)
+
+
+def write_whole(path, write, mode="w"):
+    """write(file), beside the path, flushed to the disk, then renamed: what stood there stays until the new file is whole."""
+    try:
+        with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as e:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        while e.__context__ and not isinstance(e, OSError):                         # torch.save hides it behind a RuntimeError
+            e = e.__context__
+        raise OSError(f"{path}: could not be written ({e}); what stood there before is untouched") from None
+
+
 def save_checkpoint(out, state):
-    """Written beside, flushed to the disk, then renamed: the previous checkpoint stays until the new one is whole."""
-    path = os.path.join(out, "ckpt.pt")
-    with open(path + ".tmp", "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    write_whole(os.path.join(out, "ckpt.pt"), lambda f: torch.save(state, f), "wb")
+
+
+def metrics_rows(path):
+    """(row, line) for each line of metrics.jsonl; a torn one, such as the last of a killed run, is left out."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8", errors="replace") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    yield row, line.rstrip("\n") + "\n"
 
 
 def keep_metrics_before(path, step):
     """Cuts metrics.jsonl back to the lines of the steps before `step`, those that the checkpoint knows of."""
-    if not os.path.exists(path):
-        return
-    kept = []
-    with open(path, encoding="utf-8") as f:
-        for line in f:
-            with contextlib.suppress(ValueError):                                   # the last line of a killed run may be torn
-                row = json.loads(line)
-                if row["step"] < step:
-                    kept.append(line if line.endswith("\n") else line + "\n")
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.writelines(kept)
-    os.replace(path + ".tmp", path)
+    if os.path.exists(path):
+        kept = [line for row, line in metrics_rows(path) if row["step"] < step]
+        write_whole(path, lambda f: f.writelines(kept))
+
+
+def prepare(c, processes, out, held):
+    """Reads and checks all that a run needs, and writes nothing but the lock, so that a mistake costs nothing.
+    Returns a dictionary of what train() goes on with. ValueError and OSError say what is wrong."""
+    if processes.main:
+        held.enter_context(lock_output(out))
+    checkpoint = open_output(c, out)
+    folder = c.model or os.path.join(out, "init")
+    with contextlib.ExitStack() as stack:
+        source = folder
+        if not c.model and checkpoint is None:                                      # the tiny model, which is not in out/NAME/init yet
+            source = stack.enter_context(tempfile.TemporaryDirectory())
+            make_tiny_model(source, c.seed)
+        tokenizer = Tokenizer.from_pretrained(source)
+        model = GPT.from_pretrained(source, adapter=c.adapter or None, device=processes.device)
+    model.folder = folder
+    positions = model.config.max_position_embeddings
+    if not tokenizer.eos_ids:
+        raise ValueError(f"{folder}: no end token is known, completions would never end; set eos_token_id in generation_config.json")
+    if c.max_prompt_tokens + c.max_new_tokens > positions:
+        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens {c.max_new_tokens} is more than the model's "
+                         f"{positions} positions (max_position_embeddings)")
+    optimizer = make_optimizer(model, c)
+    if checkpoint is not None:
+        restore(model, optimizer, checkpoint, os.path.join(out, "ckpt.pt"))
+
+    problems, is_file = load_problems(c.data, "train"), c.data not in NAMES
+    if c.eval_data or not is_file:
+        eval_problems = load_problems(c.eval_data or c.data, "test")[:c.eval_problems]
+    else:
+        problems, eval_problems = held_out(problems, c.eval_problems, 0)            # the same split for every seed
+    system_prompt = SYSTEM_PROMPT if c.system_prompt == "default" else c.system_prompt
+    prompts, skipped = encode_prompts(tokenizer, problems, c.max_prompt_tokens, system_prompt, c.prompt_style)
+    if len(prompts) < max(1, c.prompts_per_step if c.algo != "sft" and c.steps else 1):
+        raise ValueError(f"{c.data}: {len(prompts)} usable prompts ({skipped} longer than max_prompt_tokens={c.max_prompt_tokens}), "
+                         f"prompts_per_step={c.prompts_per_step} asks for more")
+    demonstrations = []
+    if c.sft_steps:
+        for problem, ids in prompts:
+            if not problem.solution:
+                raise ValueError(f"{c.data}: the problem {problem.question!r:.80} has no worked solution to learn from in the warm-up; "
+                                 "add \"solution\" to it, or leave the warm-up out with --sft_steps=0")
+            if len(ids) + len(tokenizer.encode(demonstration(problem))) + 1 <= min(c.sft_max_tokens, positions):
+                demonstrations.append((problem, ids))
+        if not demonstrations:
+            raise ValueError(f"{c.data}: all {len(prompts)} demonstrations are longer than sft_max_tokens={c.sft_max_tokens} or the model's "
+                             f"{positions} positions; raise sft_max_tokens, or leave the warm-up out with --sft_steps=0")
+    return dict(checkpoint=checkpoint, tokenizer=tokenizer, model=model, optimizer=optimizer, system_prompt=system_prompt, prompts=prompts,
+                skipped=skipped, demonstrations=demonstrations, eval_problems=eval_problems, held_out=is_file and not c.eval_data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # the loop
 
-def train(c, processes, signals):
+def train(c, processes, signals, held):
     rank, device, main = processes.rank, processes.device, processes.main
     say = tqdm.write if main else lambda text: None
     out = os.path.join(c.out_dir, c.name)
-    checkpoint = open_output(c, out, processes)
-    os.makedirs(out, exist_ok=True)
+    metrics_path = os.path.join(out, "metrics.jsonl")
 
-    # the policy, its tokenizer, the problems
-    folder = c.model or os.path.join(out, "init")
-    if not c.model and main and checkpoint is None:
-        make_tiny_model(folder, c.seed)
-    processes.barrier()
-    tokenizer = Tokenizer.from_pretrained(folder)
-    model = GPT.from_pretrained(folder, adapter=c.adapter or None, device=device)
-    if not tokenizer.eos_ids:
-        raise ValueError(f"{folder}: no end token is known, completions would never end; set eos_token_id in generation_config.json")
-    if c.max_prompt_tokens + c.max_new_tokens > model.config.max_position_embeddings:
-        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens {c.max_new_tokens} is more than the model's "
-                         f"{model.config.max_position_embeddings} positions (max_position_embeddings)")
-    system_prompt = SYSTEM_PROMPT if c.system_prompt == "default" else c.system_prompt
-    is_file = ".json" in c.data                                                    # a path; else the name of a data set
-    problems = load_problems(c.data, "train")
-    if c.eval_data:
-        eval_problems = load_problems(c.eval_data, "test")[:c.eval_problems]
-    elif is_file:
-        problems, eval_problems = held_out(problems, c.eval_problems, 0)            # the same split for every seed
-    else:
-        eval_problems = load_problems(c.data, "test")[:c.eval_problems]
-    prompts, skipped = encode_prompts(tokenizer, problems, c.max_prompt_tokens, system_prompt, c.prompt_style)
-    if len(prompts) < max(1, c.prompts_per_step if c.algo != "sft" and c.steps else 1):
-        raise ValueError(f"{c.data}: {len(prompts)} usable prompts ({skipped} longer than max_prompt_tokens={c.max_prompt_tokens}), "
-                         f"prompts_per_step={c.prompts_per_step} asks for more")
+    # the policy, its tokenizer, the problems; what is wrong on one process ends all, and all must be about to do the same
+    ready, error, plan, finished = {}, None, {}, False
+    try:
+        ready = prepare(c, processes, out, held)
+        questions = [[p.question for p, _ in ready["prompts"]], [p.question for p in ready["eval_problems"]]]
+        plan = {"first step": ready["checkpoint"]["step"] if ready["checkpoint"] else 0, "configuration": asdict(c),
+                "problems": hashlib.sha256(repr(questions).encode()).hexdigest()}
+    except (ValueError, OSError) as e:
+        error = e
+    plans = processes.gather(plan)
+    if failed := [r for r, other in enumerate(plans) if not other]:
+        processes.fail(error, failed[0])
+    for r, other in enumerate(plans):
+        for key in plan:
+            if other[key] != plans[0][key]:
+                processes.fail(ValueError(f"processes 0 and {r} differ in their {key} ({plans[0][key]} and {other[key]}): every node needs the "
+                                          f"same command and the same files, and {c.out_dir} must be a folder that all nodes share"))
+    checkpoint, tokenizer, model, optimizer = (ready[key] for key in ("checkpoint", "tokenizer", "model", "optimizer"))
+    prompts, demonstrations, eval_problems = ready["prompts"], ready["demonstrations"], ready["eval_problems"]
+    system_prompt, folder = ready["system_prompt"], model.folder
+    processes.share(model)
 
     def sft_example(number):
         """The number-th demonstration of the warm-up: prompt ids and completion ids."""
-        problem, prompt = prompts[order(number, len(prompts), c.seed, "sft")]
+        problem, prompt = demonstrations[order(number, len(demonstrations), c.seed, "sft")]
         arithmetic = c.data == "arithmetic"
         text = imperfect_demonstration(problem, random.Random(f"{c.seed} {number}")) if arithmetic else demonstration(problem)
         return prompt, tokenizer.encode(text) + [tokenizer.eos_id]
@@ -486,14 +647,19 @@ def train(c, processes, signals):
     def log(row):
         if main:
             row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}         # JSON has no nan
-            metrics_file.write(json.dumps(row) + "\n")
-            metrics_file.flush()
+            line = (json.dumps(row) + "\n").encode()
+            try:
+                if metrics_file.write(line) < len(line):                            # not buffered: it is there, or it is not
+                    raise OSError("the disk is full")
+            except OSError as e:
+                raise OSError(f"{metrics_path}: could not be written ({e})") from None
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda"))
 
     def save(next_step):
         if main:
+            os.fsync(metrics_file.fileno())                                         # a checkpoint never knows more than the rows
             save_checkpoint(out, {"config": asdict(c), "step": next_step, "processes": processes.size, "model": model.state_dict(),
                                   "optimizer": optimizer.state_dict(), "initial_entropy": initial_entropy, "before": before,
                                   "skipped_updates": skipped_updates})
@@ -502,25 +668,39 @@ def train(c, processes, signals):
     # start, or continue
     sft_steps, steps = c.sft_steps, c.steps if c.algo != "sft" else 0
     start, initial_entropy, before, skipped_updates, bad_in_a_row = 0, None, None, 0, 0
-    optimizer = make_optimizer(model, c)
     if checkpoint is not None:
         start, initial_entropy, before = checkpoint["step"], checkpoint["initial_entropy"], checkpoint["before"]
         skipped_updates = checkpoint["skipped_updates"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        say(f"resumed at step {start} of {sft_steps + steps}")
+        if processes.gather(any(row["step"] == start >= sft_steps + steps and row.get("label") == "after"
+                                for row, _ in metrics_rows(metrics_path)))[0]:
+            say(f"{out} is finished: all {start} steps and the last evaluation are there; more steps: --resume --resume_force --steps=MORE")
+            return 0
+        say(f"resumed at step {start} of {sft_steps + steps}" + ("" if checkpoint["processes"] == processes.size else
+            f", with {processes.size} process(es) instead of {checkpoint['processes']}: prompts and random numbers depend on seed, step and "
+            "prompt alone and stay the same"))
+    elif c.resume == "auto":
+        say(f"{out} has no checkpoint: starting at step 0")
     if main:
-        keep_metrics_before(os.path.join(out, "metrics.jsonl"), start)
-        metrics_file = open(os.path.join(out, "metrics.jsonl"), "a", encoding="utf-8")
-        with open(os.path.join(out, "config.toml"), "w", encoding="utf-8") as f:
-            f.write(to_toml(c))
+        if checkpoint is None:
+            clear_output(out)
+            if not c.model:
+                make_tiny_model(folder, c.seed)
+        write_whole(os.path.join(out, "config.toml"), lambda f: f.write(to_toml(replace(c, overwrite=False, resume="no", resume_force=False))))
+        if ready["held_out"]:
+            write_whole(os.path.join(out, "eval.jsonl"), lambda f: write_problems(f, eval_problems))
+        keep_metrics_before(metrics_path, start)
+        metrics_file = held.enter_context(open(metrics_path, "ab", buffering=0))
 
     parameters = sum(p.numel() for p in model.parameters())
+    longer = f"{ready['skipped']} skipped: longer than {c.max_prompt_tokens} tokens"
+    too_long = f", {len(prompts) - len(demonstrations)} of {len(prompts)} skipped: too long" if sft_steps else ""
+    rollout = f"{c.prompts_per_step} prompts x {c.group_size} completions of up to {c.max_new_tokens} tokens"
+    where = f"on {device.type}, {processes.size} process(es), {torch.get_num_threads()} threads each"
     say(f"""
-{c.algo.upper()} on {c.data}: {len(prompts):,} problems ({skipped} skipped: longer than {c.max_prompt_tokens} tokens), {len(eval_problems)} held out for evaluation
-policy    {c.model or 'a new ' + model.config.model_type}, {parameters / 1e6:,.2f} million parameters, on {device.type}, {processes.size} process(es), {torch.get_num_threads()} threads each
-warm-up   {sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning rate {c.sft_learning_rate:g}
-RL        {steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions of up to {c.max_new_tokens} tokens, learning rate {c.learning_rate:g}
+{c.algo.upper()} on {c.data}: {len(prompts):,} problems ({longer}), {len(eval_problems)} held out for evaluation
+policy    {c.model or 'a new ' + model.config.model_type}, {parameters / 1e6:,.2f} million parameters, {where}
+warm-up   {sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning rate {c.sft_learning_rate:g}{too_long}
+RL        {steps} steps of {rollout}, learning rate {c.learning_rate:g}
 output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
 """)
     reference, bar = None, None
@@ -529,15 +709,15 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
         if bar is None or step == sft_steps:
             if bar is not None:
                 bar.close()
-            bar = tqdm(total=steps if rl else sft_steps, initial=step - sft_steps if rl else step, desc=c.algo.upper() if rl else "SFT",
-                       unit="step", disable=not main, dynamic_ncols=True)
+            bar = held.enter_context(tqdm(total=steps if rl else sft_steps, initial=step - sft_steps if rl else step, unit="step",
+                                          desc=c.algo.upper() if rl else "SFT", disable=not main, dynamic_ncols=True))
 
         if not rl:
             # supervised warm-up: cross-entropy on demonstrations, a mean over the tokens of the global batch
             count = c.sft_batch_size // processes.size
             examples = [sft_example(step * c.sft_batch_size + rank * count + i) for i in range(count)]
-            examples = [(p, o) for p, o in examples if len(p) + len(o) <= c.sft_max_tokens]
-            totals = processes.totals({"tokens": sum(len(o) for _, o in examples), "examples": len(examples)})
+            question = demonstrations[order(step * c.sft_batch_size, len(demonstrations), c.seed, "sft")][0].question
+            totals = processes.totals({"tokens": sum(len(o) for _, o in examples)})
             loss = 0.0
             for micro in micro_batches([len(p) for p, _ in examples], [len(o) for _, o in examples], range(len(examples)), c.micro_tokens):
                 with autocast():
@@ -546,9 +726,8 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                 micro_loss.backward()
                 loss += micro_loss.item()
             lr = learning_rate(step, sft_steps, c.sft_learning_rate, c.warmup_ratio)
-            norm = update(model, optimizer, processes, lr, 1.0)
-            row = {"phase": "sft", "loss": processes.totals({"loss": loss})["loss"], "tokens": totals["tokens"],
-                   "too_long": c.sft_batch_size - totals["examples"]}
+            norm = update(model, optimizer, processes, lr, 1.0, loss)
+            row = {"phase": "sft", "loss": processes.totals({"loss": loss})["loss"], "tokens": totals["tokens"]}
             shown = dict(loss=f"{row['loss']:.3f}")
         else:
             if step == sft_steps:                                                   # RL begins
@@ -559,13 +738,17 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                     model.save_pretrained(os.path.join(out, "sft"))
                 processes.barrier()
             if c.algo == "grpo" and c.beta and reference is None:
-                reference = GPT.from_pretrained(os.path.join(out, "sft") if sft_steps else folder, device=device).requires_grad_(False)
+                # from the disk, so that it is the same after a resume: the policy as it was before RL
+                reference = GPT.from_pretrained(*(os.path.join(out, "sft"), None) if sft_steps else (folder, c.adapter or None),
+                                                device=device).requires_grad_(False)
+            began = time.time()
 
             # 1. this step's prompts, the same for any number of processes; each process takes its share, whole groups
             P, G, L = c.prompts_per_step // processes.size, c.group_size, c.max_new_tokens
             mine = range(rank * P, rank * P + P)
             first = (step - sft_steps) * c.prompts_per_step
             batch = [prompts[order(first + i, len(prompts), c.seed, "rl")] for i in mine]
+            question = batch[0][0].question
 
             # 2. a group of G completions for each
             noise = torch.stack([seeded_uniforms((c.seed, "rollout", step, i), G, L) for i in mine])                # (P, G, L)
@@ -587,7 +770,9 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                 total = processes.totals({"entropy": entropy.sum().item(), "count": P * G})
                 initial_entropy = total["entropy"] / total["count"]
             lam = conflict_weights(ids, mask, advantages)                           # (P, G, L)
-            kept = keep_completions(entropy, initial_entropy, c.entropy_threshold)  # (P, G)
+            kept = keep_completions(entropy, initial_entropy, c.entropy_threshold)  # (P, G), of GRPO: those that GTPO would keep
+            if c.algo == "gtpo" and (c.filter_negative_only or not c.entropy_filter):
+                kept = kept.masked_fill((advantage_sign(advantages) >= 0) | (not c.entropy_filter), 1)
             if c.algo == "gtpo":
                 weights = gtpo_weights(ids, mask, advantages, entropy, initial_entropy, c.gamma, c.conflict, c.entropy_filter,
                                        c.entropy_threshold, c.filter_negative_only)
@@ -601,6 +786,7 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                     if used[p][g] or (reference is not None and lengths[p][g])]
             old_logps, loss, norm = {}, 0.0, 0.0
             for repeat in range(c.updates_per_rollout):
+                losses = 0.0
                 for n, micro in enumerate(micro_batches([len(ids) for _, ids in batch], [len(o) for _, o, _ in rows], [p for p, _, _ in rows],
                                                         c.micro_tokens)):
                     arguments = [ids for _, ids in batch], [rows[i][1] for i in micro], [rows[i][0] for i in micro], c.temperature
@@ -614,10 +800,11 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                         scale = torch.cat([torch.full_like(rows[i][2], 1 / (len(rows[i][1]) * G * c.prompts_per_step)) for i in micro])
                         micro_loss = micro_loss + c.beta * (scale * kl_tokens(logps, ref_logps)).sum()
                     micro_loss.backward()
-                    loss += micro_loss.item() / c.updates_per_rollout
+                    losses += micro_loss.item()
                 # 6. the update
                 lr = learning_rate(step - sft_steps, steps, c.learning_rate, c.warmup_ratio)
-                norm = update(model, optimizer, processes, lr, c.grad_clip)
+                norm = update(model, optimizer, processes, lr, c.grad_clip, losses)
+                loss += losses / c.updates_per_rollout
 
             real = mask.sum().item()
             totals = processes.totals({
@@ -634,8 +821,10 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
             shown = dict(reward=f"{row['reward']:.2f}", acc=f"{row['accuracy']:.2f}", format=f"{row['format']:.2f}", H=f"{row['entropy']:.3f}",
                          kept=f"{row['kept']:.2f}", conflict=f"{row['conflict']:.2f}", grad=f"{norm:.2f}")
             if main and c.show_every and (step - sft_steps) % c.show_every == 0:
-                say(f"\nstep {step - sft_steps}, one group:\n" + show_group(tokenizer, batch[0][0].question, batch[0][0].answer, ids[0], mask[0],
-                                                                            rewards[0], advantages[0], entropy[0], kept[0], lam[0]))
+                ones = torch.ones_like                                              # shown is what counts in this loss
+                say(f"\nstep {step - sft_steps}, one group:\n" + show_group(
+                    tokenizer, question, batch[0][0].answer, ids[0], mask[0], rewards[0], advantages[0], entropy[0],
+                    kept[0] if c.algo == "gtpo" else ones(kept[0]), lam[0] if c.algo == "gtpo" and c.conflict else ones(lam[0])))
 
         # after either kind of step: bookkeeping
         bad = not math.isfinite(norm)
@@ -645,10 +834,12 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
         bar.set_postfix(shown)
         bar.update()
         if bad_in_a_row >= c.max_bad_updates:
-            raise ValueError(f"step {step}: the gradient was not finite {bad_in_a_row} times in a row; the last good checkpoint is "
-                             f"{out}/ckpt.pt; try a lower learning rate")
+            saved = f"the last good checkpoint is {out}/ckpt.pt" if os.path.exists(os.path.join(out, "ckpt.pt")) else "there is no checkpoint yet"
+            processes.fail(ValueError(f"step {step}: loss or gradient was not finite {bad_in_a_row} times in a row; the first prompt of the step "
+                                      f"is {question!r:.200}; {saved}; try a lower learning rate"))
         done = step + 1
-        stop = processes.totals({"stop": signals.received})["stop"] > 0
+        stopped = processes.totals({number: signals.received == number for number in (signal.SIGTERM, signal.SIGINT)})
+        stop = next((number for number in stopped if stopped[number]), 0)           # the same on all processes
         if rl and c.eval_every and (done - sft_steps) % c.eval_every == 0 and done < sft_steps + steps:
             evaluation(step, "during")
         if stop or done % c.save_every == 0 or done in (sft_steps, sft_steps + steps):
@@ -656,31 +847,61 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
         if stop:
             bar.close()
             say(f"stopped after step {step}; continue with the same command and --resume")
-            return
+            return 128 + stop
     if bar is not None:
         bar.close()
 
-    after = evaluation(sft_steps + steps - 1, "after")
     if main:
-        model.save_pretrained(os.path.join(out, "model"))
-        say(before_after(before, after))
-        say(f"""
-look at a group     python sample.py --model={out}/model --prompt={shlex.quote(eval_problems[0].question[:60])} --gold={shlex.quote(eval_problems[0].answer)}
-evaluate            python eval.py --model={out}/model --data={c.data} --n=8 --k=1,8
-train on            python train.py --resume --resume_force --steps={2 * c.steps} (and your other settings)""")
+        model.save_pretrained(os.path.join(out, "model"))                           # before the row that says: finished
+    after = evaluation(max(start, sft_steps + steps), "after")
+    if main:
+        say(before_after(before, after) + closing_hints(c, out, eval_problems))
+    return 0
+
+
+def write_problems(file, problems):
+    for p in problems:
+        row = {"question": p.question, "answer": p.answer, "level": p.level, "subject": p.subject}
+        file.write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
+
+
+def closing_hints(c, out, eval_problems):
+    """The commands that go on from here, ready to be pasted."""
+    def flags(**values):
+        return "".join(f" --{name}={shlex.quote(str(value))}" for name, value in values.items())
+
+    same = {"max_new_tokens": c.max_new_tokens}                                     # what the commands would do otherwise
+    same.update({} if c.temperature == 1 else {"temperature": c.temperature})
+    same.update({} if c.system_prompt == "default" else {"system_prompt": c.system_prompt})
+    same.update({} if c.prompt_style == "auto" else {"prompt_style": c.prompt_style})
+    model, data = os.path.join(out, "model"), c.eval_data or (c.data if c.data in NAMES else os.path.join(out, "eval.jsonl"))
+    problem = eval_problems[0] if len(eval_problems[0].question) <= 60 else min(eval_problems, key=lambda p: len(p.question))
+    k = ",".join(map(str, sorted({1, c.eval_samples})))
+    if c.algo == "sft":
+        more = flags(name=c.name + "-gtpo", algo="gtpo", model=model, sft_steps=0)
+    else:
+        more = " --resume" + flags(resume_force="true", steps=2 * c.steps)
+    return f"""
+look at a group     python sample.py{flags(model=model, prompt=problem.question, gold=problem.answer, **same)}
+evaluate            python eval.py{flags(model=model, data=data, n=c.eval_samples, k=k, **same)}
+train on            python train.py {shlex.quote(os.path.join(out, 'config.toml'))}{more}"""
 
 
 class Signals:
-    """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one stops at once."""
+    """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one, a second later or more, stops at once
+    (SLURM and torchrun may both pass on the same one)."""
 
     def __enter__(self):
-        self.received = 0
+        self.received, self.when = 0, 0.0
         self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def handle(self, number, frame):
-        self.received = 1
-        signal.signal(number, signal.SIG_DFL)
+        if not self.received:
+            self.received, self.when = number, time.monotonic()
+        elif time.monotonic() - self.when > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
@@ -696,8 +917,4 @@ def before_after(before, after):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(command(sys.argv[1:]))

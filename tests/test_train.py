@@ -3,38 +3,111 @@ import contextlib
 import io
 import json
 import math
+import multiprocessing
 import os
+import pathlib
 import random
+import re
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 import tomllib
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401 (the optimizer imports it, for a second: once here, not in each fork)
 
+import eval as eval_command
 import train
-from model import GPT
+from data import Problem, demonstration, held_out, load_problems
+from model import GPT, Config
+from safetensors.torch import save_file
+from tokenizer import Tokenizer, write_byte_tokenizer
 from train import (TrainConfig, check_config, keep_metrics_before, learning_rate, make_tiny_model, micro_batches, order, read_config,
                    completion_logps, save_checkpoint, to_toml)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ["--sft_steps=4", "--sft_batch_size=8", "--steps=4", "--prompts_per_step=4", "--group_size=4", "--max_new_tokens=12", "--eval_problems=4",
-        "--eval_samples=2", "--show_every=2", "--device=cpu"]
+        "--eval_samples=2", "--show_every=2", "--device=cpu", "--prompt_style=plain",
+        "--system_prompt="]                                                         # the chat template costs a second a run
 
 
-def run(cwd, *flags):
-    """Runs the command's main in this process, in the folder cwd; returns what it printed."""
+def run(cwd, *flags, code=0):
+    """Runs the command's main in this process, in the folder cwd; returns what it printed. Its exit code must be `code`."""
     with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as text:
-        train.main([*TINY, *flags])
+        assert train.main([*TINY, *flags]) == code
     return text.getvalue()
 
 
-def command(cwd, *flags, processes=1):
-    """Runs the command as a user does, or torchrun with several processes; returns the finished process with its output as text."""
-    start = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.run([*start, os.path.join(ROOT, "train.py"), *TINY, *flags], cwd=cwd, capture_output=True, text=True, timeout=170,
+def command(cwd, *flags):
+    """Runs the command as a user does; returns the finished process with its output as text."""
+    return subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), *flags], cwd=cwd, capture_output=True, text=True, timeout=170,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def small_model(folder):
+    """A Llama of 33,000 parameters with the byte tokenizer."""
+    write_byte_tokenizer(folder)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    GPT(Config.from_dict(dict(model_type="llama", vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                              num_attention_heads=2, max_position_embeddings=128, initializer_range=0.1, eos_token_id=tokenizer.eos_ids[0],
+                              pad_token_id=tokenizer.pad_id))).save_pretrained(folder)
+
+
+def small_data(path, n=12):
+    """Additions of one to four digits with worked solutions, so that prompts and demonstrations are of unequal length."""
+    rows = [(10 ** (i % 4) + i, 7 * i + 1) for i in range(n)]
+    path.write_text("".join(json.dumps({"question": f"{a}+{b}?", "answer": str(a + b), "solution": f"{a}+{b}={a + b}"}) + "\n" for a, b in rows))
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """Flags of a run that starts and ends in a moment: a folder with a small model and a file of problems."""
+    folder = tmp_path_factory.mktemp("small")
+    small_model(str(folder / "model"))
+    small_data(folder / "problems.jsonl")
+    return [f"--model={folder}/model", f"--data={folder}/problems.jsonl", "--sft_batch_size=4", "--prompts_per_step=4", "--group_size=4",
+            "--max_prompt_tokens=24", "--max_new_tokens=12", "--eval_problems=2", "--eval_samples=2", "--show_every=0", "--device=cpu",
+            "--prompt_style=plain", "--system_prompt=", "--timeout_minutes=1", "--sft_learning_rate=3e-4"]
+
+
+def start(cwd, flags, processes=1, change=None):
+    """Starts the command in forks of this process, which has imported torch already: one, or several with the variables that torchrun sets.
+    change(rank) is called in each before it begins. Output goes to CWD/RANK.log. Returns the processes; their exitcode tells the end."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+
+    def work(rank):
+        os.chdir(cwd)
+        sys.stdout = sys.stderr = open(f"{rank}.log", "w", buffering=1)
+        if processes > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        if change:
+            change(rank)
+        code = train.command(flags)
+        sys.stdout.flush()
+        os._exit(code)                                                              # as a command: nothing of pytest is to be cleaned up
+    started = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(processes)]
+    for process in started:
+        process.start()
+    return started
+
+
+def finish(cwd, started, codes=None):
+    """Waits for processes of start(); their exit codes must be `codes`, by default all 0."""
+    for process in started:
+        process.join(60)
+    got, logs = [p.exitcode for p in started], "\n".join(path.read_text() for path in sorted(pathlib.Path(cwd).glob("*.log")))
+    for process in started:
+        process.kill()
+    assert got == (codes or [0] * len(started)), logs
+    return logs
 
 
 def metrics(folder):
@@ -96,7 +169,9 @@ def test_written_configuration_reads_back(tmp_path):
 @pytest.mark.parametrize("change, says", [
     (dict(algo="ppo"), "algo"), (dict(group_size=1), "group_size"), (dict(prompts_per_step=0), "prompts_per_step"), (dict(temperature=0.0), "temperature"),
     (dict(sft_steps=0, steps=0), "nothing to do"), (dict(name="../x"), "name"), (dict(updates_per_rollout=2), "updates_per_rollout"),
-    (dict(dtype="float16"), "dtype"), (dict(gamma=-1.0), "gamma"), (dict(adam_beta2=1.0), "adam_beta2"),
+    (dict(dtype="float16"), "dtype"), (dict(gamma=-1.0), "gamma"), (dict(adam_beta2=1.0), "adam_beta2"), (dict(seed=2**64), "seed"),
+    (dict(warmup_ratio=1.5), "warmup_ratio"), (dict(epsilon=1.0), "epsilon"), (dict(steps=2**40), "steps"), (dict(timeout_minutes=1e9), "timeout"),
+    (dict(overwrite=True, resume="auto"), "--overwrite .* --resume=auto"), (dict(algo="sft", sft_steps=0), "nothing to do"),
 ])
 def test_settings_that_cannot_work_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
@@ -237,7 +312,7 @@ def test_run_leaves_everything_it_promises(finished):
 def test_screen_shows_plan_group_and_result(finished):
     _, text = finished
     for part in ("GTPO on arithmetic", "million parameters", "4 prompts x 4 completions", "out/whole", "one group", "advantage", "before", "pass@1",
-                 "python sample.py", "python eval.py", "--resume"):
+                 "python sample.py", "python eval.py", "python train.py"):
         assert part in text, part
 
 
@@ -258,6 +333,14 @@ def learned(folder):
     return [{k: v for k, v in row.items() if k not in ("seconds", "sample_seconds", "memory_mib")} for row in metrics(folder)]
 
 
+def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(finished):
+    """It used to evaluate again and to write a second row "after"."""
+    cwd, _ = finished
+    rows = (cwd / "out/whole/metrics.jsonl").read_bytes()
+    assert "is finished" in run(cwd, "--name=whole", "--resume", "--save_every=3")
+    assert (cwd / "out/whole/metrics.jsonl").read_bytes() == rows and metrics(cwd / "out/whole")[-1]["step"] == 8
+
+
 @pytest.mark.parametrize("stop_after", [2, 6])
 def test_interrupted_and_resumed_equals_uninterrupted(finished, monkeypatch, stop_after):
     """P70, P73: prompts, completions, optimizer, schedule and metrics continue exactly, in the warm-up and in RL."""
@@ -270,7 +353,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, monkeypatch, sto
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
     monkeypatch.setattr(train, "update", update)
-    assert "--resume" in run(cwd, f"--name={name}")
+    assert "--resume" in run(cwd, f"--name={name}", code=143)
     assert torch.load(cwd / f"out/{name}/ckpt.pt", weights_only=True)["step"] == stop_after
     monkeypatch.undo()
     run(cwd, f"--name={name}", "--resume")
@@ -303,14 +386,6 @@ def test_size_of_micro_batches_does_not_matter(finished):
     cwd, _ = finished
     run(cwd, "--name=micro", "--micro_tokens=40")
     assert_learned_the_same(cwd, "micro")
-
-
-def test_two_processes_learn_what_one_learns(finished):
-    """P63, P67: the same prompts, completions, metrics and weights for any number of processes."""
-    cwd, _ = finished
-    done = command(cwd, "--name=two", processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_learned_the_same(cwd, "two")
 
 
 def test_grpo_with_kl_and_several_updates_runs(finished):
@@ -348,6 +423,180 @@ def test_a_folder_of_ones_own_trains_on_a_file_of_ones_own(finished):
     text = run(cwd, "--name=mine", f"--model={cwd}/out/whole/model", f"--data={cwd}/mine.jsonl")
     assert "16 problems" in text and "4 held out" in text
     assert (cwd / "out/mine/model/config.json").exists() and not (cwd / "out/mine/init").exists()
+
+
+def refused(cwd, flags, says):
+    """The command ends with code 2 and one message that holds all of `says`, without a traceback."""
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as text:
+        assert train.command(flags) == 2
+    message = text.getvalue()[text.getvalue().index("error: "):]
+    assert all(part in message for part in says), message
+
+
+@pytest.fixture(scope="module")
+def done(small, tmp_path_factory):
+    """A finished run of one SFT and two RL steps on a file: (working folder, flags, output)."""
+    cwd, flags = tmp_path_factory.mktemp("done"), [*small, "--sft_steps=1", "--steps=2"]
+    return cwd, flags, finish(cwd, start(cwd, flags))
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in pathlib.Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--model=/nowhere"], ["/nowhere"]), (["--data=/nowhere.jsonl"], ["/nowhere.jsonl"]), (["--max_new_tokens=5000"], ["positions"]),
+    (["--model=out/arithmetic/model"], ["model=out/arithmetic/model lies in the output folder", "--name"]),
+    (["--eval_data=out/arithmetic/eval.jsonl"], ["eval_data=", "lies in the output folder"]), (["--sft_max_tokens=3"], ["all 10", "sft_max_tokens"])])
+def test_overwrite_deletes_nothing_before_all_is_checked(done, flags, says):
+    """The old run was deleted first, and the mistake in the new command found then."""
+    cwd, start_flags, _ = done
+    before = tree(cwd / "out")
+    refused(cwd, [*start_flags, "--overwrite", *flags], says)
+    assert tree(cwd / "out") == before
+
+
+def test_overwrite_deletes_the_old_run_alone(done, tmp_path):
+    cwd, flags, _ = done
+    shutil.copytree(cwd / "out", tmp_path / "out")
+    (tmp_path / "out/arithmetic/notes.txt").write_text("mine")
+    finish(tmp_path, start(tmp_path, [*flags, "--overwrite", "--algo=sft"]))
+    assert (tmp_path / "out/arithmetic/notes.txt").exists() and not (tmp_path / "out/arithmetic/sft").exists()
+    assert [row["phase"] for row in metrics(tmp_path / "out/arithmetic")] == ["sft", "eval"]
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_one_lives(done):
+    cwd, flags, _ = done
+    with train.lock_output(str(cwd / "out/arithmetic")):
+        for more in (["--resume=auto"], ["--overwrite"], []):
+            refused(cwd, [*flags, *more], ["another run is writing to out/arithmetic"])
+
+
+def test_problems_without_a_solution_are_found_before_anything_is_written(small, tmp_path):
+    """The message came when the problem was drawn, perhaps hours later."""
+    rows = [{"question": f"{i}+1?", "answer": str(i + 1), "solution": "count"} for i in range(11)] + [{"question": "no idea?", "answer": "1"}]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*small, "--data=some.jsonl", "--eval_data=some.jsonl", "--steps=0"]
+    refused(tmp_path, [*flags, "--sft_steps=1"], ["'no idea?'", "solution", "--sft_steps=0"])
+    assert os.listdir(tmp_path / "out/arithmetic") == ["lock"]
+
+
+def test_long_demonstrations_are_left_out_and_counted_on_the_screen(small, tmp_path):
+    tokenizer, problems = Tokenizer.from_pretrained(small[0].removeprefix("--model=")), load_problems(small[1].removeprefix("--data="))
+    lengths = sorted(len(tokenizer.encode(p.question)) + len(tokenizer.encode(demonstration(p))) + 1 for p in held_out(problems, 2)[0])
+    text = finish(tmp_path, start(tmp_path, [*small, "--algo=sft", "--sft_steps=1", f"--sft_max_tokens={lengths[4]}"]))
+    assert lengths[4] < lengths[9] and f"{sum(n > lengths[4] for n in lengths)} of 10 skipped: too long" in text
+
+
+def test_the_reference_of_grpo_is_the_policy_before_rl_with_its_adapter(small, tmp_path, monkeypatch):
+    """Without a warm-up the reference was the model without --adapter. It must be the same after a resume, too."""
+    model = small[0].removeprefix("--model=")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"]}))
+    generator = torch.Generator().manual_seed(0)
+    save_file({f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{side}.weight":
+               torch.randn(2, 32, generator=generator).reshape(shape) for i in range(2) for side, shape in (("A", (2, 32)), ("B", (32, 2)))},
+              tmp_path / "adapter/adapter_model.safetensors")
+    seen, real, calls = [], train.kl_tokens, []
+
+    def kl_tokens(logps, ref_logps):
+        seen.append((logps - ref_logps).abs().max().item())
+        return real(logps, ref_logps)
+
+    def stops(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*arguments)
+    update = train.update
+    monkeypatch.setattr(train, "kl_tokens", kl_tokens)
+    monkeypatch.setattr(train, "update", stops)
+    flags = [*small, f"--adapter={tmp_path}/adapter", "--algo=grpo", "--beta=0.1", "--sft_steps=0", "--steps=2", "--learning_rate=1e-2"]
+    run(tmp_path, *flags, code=143)
+    assert seen == [0]
+    run(tmp_path, *flags, "--resume")
+    policy = GPT.from_pretrained(model, adapter=str(tmp_path / "adapter"))
+    policy.load_state_dict(torch.load(tmp_path / "out/arithmetic/ckpt.pt", weights_only=True)["model"])
+    assert len(seen) == 2 and seen[1] > 1e-4                                        # the policy has moved, the reference has not
+
+
+def test_kept_is_what_the_loss_keeps(small, tmp_path, monkeypatch):
+    """It was the filter's verdict even where the filter is off, or spares completions with A >= 0."""
+    monkeypatch.setattr(train, "keep_completions", lambda entropy, *_: torch.zeros_like(entropy))
+    monkeypatch.setattr(train, "format_reward", lambda text: float(len(text) % 2))
+    kept = {}
+    for name, flags in dict(all=[], off=["--entropy_filter=false"], negative=["--filter_negative_only"], grpo=["--algo=grpo"]).items():
+        text = run(tmp_path, *small, f"--name={name}", "--sft_steps=0", "--steps=1", "--show_every=1", *flags)
+        kept[name] = metrics(tmp_path / "out" / name)[1]["kept"], text.count("(filtered)"), len(re.findall(r"(?<!\.\.)\]x[02]", text))
+    assert kept["all"][:2] == (0, 4) and kept["off"][:2] == (1, 0) and 0 < kept["negative"][0] < 1 and 0 < kept["negative"][1] < 4
+    assert kept["grpo"] == (0, 0, 0)                                                # what GTPO would keep; nothing is marked
+
+
+def test_time_of_the_first_step_is_without_the_evaluation(small, tmp_path, monkeypatch):
+    real = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *a, **k: time.sleep(2) or real(*a, **k))
+    run(tmp_path, *small, "--sft_steps=0", "--steps=1")
+    row = metrics(tmp_path / "out/arithmetic")[1]
+    assert row["sample_seconds"] <= row["seconds"] < 2
+
+
+def test_closing_hints_are_commands_that_work(done, small):
+    """Paths and texts were not quoted, the question was cut at 60 characters, and the problems to evaluate on were those of the training."""
+    cwd, _, text = done
+    kept_out, all_problems = load_problems(str(cwd / "out/arithmetic/eval.jsonl")), load_problems(small[1].removeprefix("--data="))
+    assert len(kept_out) == 2 and {p.question for p in kept_out} < {p.question for p in all_problems}
+    lines = {line.split("python ")[1].split(".py")[0]: shlex.split(line.split(".py ")[1]) for line in text.splitlines() if " python " in line}
+    args = eval_command.parse(lines["eval"])
+    assert (args.model, args.data, args.n, args.k) == ("out/arithmetic/model", "out/arithmetic/eval.jsonl", 2, [1, 2])
+    assert (args.max_new_tokens, args.system_prompt, args.prompt_style) == (12, "", "plain")
+    assert {f"--prompt={kept_out[0].question}", "--max_new_tokens=12", "--system_prompt="} < set(lines["sample"])
+    with contextlib.chdir(cwd):
+        c = read_config(lines["train"])
+        check_config(c, 1)
+    assert (c.resume, c.resume_force, c.steps, c.max_new_tokens, c.name) == ("yes", True, 4, 12, "arithmetic")
+
+
+def test_closing_hints_quote_and_cut_nothing():
+    problems = [Problem("It's long & \"quoted\"\n" * 9, "1"), Problem("Tom's $5?", "x; rm *")]
+    words = shlex.split(train.closing_hints(TrainConfig(data="my file.jsonl", temperature=0.5), "out dir/x", problems))
+    for word in ("--model=out dir/x/model", "--prompt=Tom's $5?", "--gold=x; rm *", "--data=out dir/x/eval.jsonl", "--temperature=0.5"):
+        assert word in words
+    assert not any(word.startswith(("--system_prompt", "--prompt_style")) for word in words)
+
+
+def test_resume_with_another_model_names_the_first_tensor_that_differs(done, tmp_path):
+    """It was PyTorch's RuntimeError, a page of it."""
+    cwd, flags, _ = done
+    make_tiny_model(str(tmp_path / "other"), 0)
+    refused(cwd, [*flags, "--resume", "--resume_force", f"--model={tmp_path}/other"],
+            ["ckpt.pt: tensor 'model.embed_tokens.weight' is", "32) in the checkpoint", "128) in this model"])
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="process 2 of this node has no GPU: PyTorch sees 2.*--nproc_per_node=2"):
+        train.Processes("auto", 1)
+
+
+def test_out_of_memory_says_what_to_lower(small, tmp_path, monkeypatch):
+    def sample(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
+    monkeypatch.setattr(train, "sample", sample)
+    refused(tmp_path, [*small, "--sft_steps=0"], ["Tried to allocate 2.00 GiB", "micro_tokens", "prompts_per_step"])
+
+
+def test_a_second_signal_ends_the_run_at_once(small, tmp_path):
+    def change(rank):
+        train.sample = lambda *_, **__: open("ready", "w").close() or time.sleep(60)
+    started = start(tmp_path, [*small, "--sft_steps=0"], 1, change)
+    while not (tmp_path / "ready").exists() and started[0].is_alive():
+        time.sleep(0.02)
+    for wait in (0.1, 1.2, 0):                                                      # the second one comes with the first: SLURM and torchrun
+        os.kill(started[0].pid, signal.SIGTERM)
+        time.sleep(wait)
+    finish(tmp_path, started, [-signal.SIGTERM])
 
 
 def test_imports_leave_the_environment_alone():
