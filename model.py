@@ -446,15 +446,22 @@ class GPT(nn.Module):
             p.requires_grad_("lora_" in name)
 
     @contextlib.contextmanager
-    def adapter_off(self):
-        """Inside this context the model is its base."""
-        for linear in self.linears().values():
-            linear.lora_on = False
+    def adapter_as(self, tensors=None):
+        """Inside this context the adapter is another: none, so that the model is its base, or `tensors` by parameter name. Without gradient."""
+        own = {name: p.data for name, p in self.named_parameters() if tensors and name in tensors}
+        linears = [linear for linear in self.linears().values() if linear.lora_A is not None]
+
+        def use(tensors, on):
+            for name in own:
+                self.get_parameter(name).data = tensors[name]
+            for linear in linears:
+                linear.lora_on = on
+
+        use(tensors, on=tensors is not None)
         try:
             yield
         finally:
-            for linear in self.linears().values():
-                linear.lora_on = True
+            use(own, on=True)
 
     # -----------------------------------------------------------------------------------------------------------------------
     # Hugging Face folders

@@ -292,6 +292,9 @@ class Tokenizer:
         old, config, generation, model = (read_json(self.folder / name, {}) for name in names)
         named = {n: t.get("content") if isinstance(t, dict) else t for n, t in {**old, **config}.items() if n in NAMED}
         self._named = {n: t for n, t in named.items() if t is not None}
+        for name, token in self._named.items():
+            if not isinstance(token, str):
+                raise ValueError(f"{self.folder}: {name} is {token!r}: expected the text of a token")
         id_of = {token: i for i, token in self._bytes.items()}
         eos_token, pad_token = (id_of.get(t.encode(), t) if (t := self._named.get(n)) else None for n in ("eos_token", "pad_token"))
 

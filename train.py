@@ -5,6 +5,7 @@ Trains a policy with GTPO, GRPO or SFT alone: one plain loop, on one CPU or on m
     python train.py config/gsm8k.toml --model=DIR               a Hugging Face folder on GSM8K
     torchrun --nproc_per_node=8 train.py config/gsm8k.toml --model=DIR
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gsm8k.toml --model=DIR
+    python train.py config/qwen2.5_3b_gsm8k.toml --plan         parameters, memory and FLOPs per step; needs neither weights nor GPU
     python train.py --help                                      every setting; a TOML file sets any of them, flags win
 
 Each step: sample a group of completions for every prompt, reward them, turn rewards into advantages and per-token weights, take one
@@ -16,8 +17,6 @@ exit code than 0, if it has restarts left. `torchrun --max_restarts=3 ... train.
 several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or the restarted processes read the addresses of the dead ones.
 """
 import contextlib
-import difflib
-import fcntl
 import functools
 import hashlib
 import json
@@ -27,26 +26,24 @@ import random
 import re
 import resource
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
 import time
-import tomllib
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from data import NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, imperfect_demonstration, load_problems
 from eval import evaluate
 from gtpo import (advantage_sign, conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
                   surrogate_loss, token_logps)
-from model import GPT, Config
+from model import GPT, LORA_TARGETS, Config
 from rewards import accuracy_reward, format_reward
+from run import (Processes, Signals, clear_output, help_text, keep_metrics_before, lock_output, metrics_rows, read_config, restore, save_checkpoint,
+                 to_toml, write_whole)
 from sample import completion_texts, sample, seeded_uniforms, show_group
 from tokenizer import Tokenizer, write_byte_tokenizer
 
@@ -100,6 +97,16 @@ class TrainConfig:
     epsilon: float = 0.2                # clip range of the ratio
     beta: float = 0.0                   # weight of the KL term to the policy as it was before RL; 0: none, and no reference is held
 
+    # LoRA, memory, speed
+    lora_rank: int = 0                  # rank of a LoRA adapter, which is then all that is trained (the weights below may be bfloat16); 0: none
+    lora_alpha: float = 0.0             # the adapter counts lora_alpha / lora_rank times; 0: the same as lora_rank
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # linear layers that get one
+    merge: bool = False                 # at the end also write out/NAME/model with the adapter merged into the weights
+    checkpointing: bool = False         # keep no activations inside layers, run them again in the backward pass: less memory, same result
+    zero: bool = False                  # divide the optimizer's state over the processes (ZeroRedundancyOptimizer)
+    compile: str = "auto"               # torch.compile of the training forward and the decode step: yes, no, or auto: yes on cuda
+    plan: bool = False                  # only print what the run would need, and end
+
     # looking and keeping
     eval_problems: int = 200            # problems of the evaluation before and after RL
     eval_samples: int = 8               # completions for each
@@ -116,89 +123,15 @@ class TrainConfig:
 # ---------------------------------------------------------------------------------------------------------------------------
 # configuration
 
-def help_text():
-    """--help: every field with its default and the comment beside it, read from this file."""
-    lines = []
-    with open(__file__, encoding="utf-8") as f:
-        source = f.read().split("class TrainConfig:")[1].split("\n\n\n")[0]
-    for line in source.splitlines():
-        if m := re.match(r"    (\w+): (\w+) = (.+?)  +# (.*)", line):
-            lines.append(f"  --{m[1]}={m[3]}".ljust(36) + f" {m[4]}")
-        elif m := re.match(r"    # (.*)", line):
-            lines.append(f"\n{m[1]}")
-    return __doc__ + "\n".join(lines)
-
-
-def convert(kind, value, what):
-    """The value of a flag (text) or of a TOML key as the type of the field; ValueError says what was expected."""
-    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "1", "0", "yes", "no"):
-        return value.lower() in ("true", "1", "yes")
-    try:
-        if kind is not bool and isinstance(value, str) and kind is not str:
-            value = kind(value)
-    except ValueError:
-        pass
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{what}: expected {dict(int='a whole number', float='a number', bool='true or false', str='text')[kind.__name__]}, "
-                         f"found {value!r}")
-    return value
-
-
-def read_config(argv):
-    """[FILE.toml] and --key=value flags -> TrainConfig. Flags win over the file, the file over the defaults. `--flag` alone is true."""
-    kinds = {f.name: f.type if isinstance(f.type, type) else {"str": str, "int": int, "float": float, "bool": bool}[f.type]
-             for f in fields(TrainConfig)}
-    values, flags, file = {}, {}, None
-
-    def known(name, what):
-        if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{what} does not exist; the nearest is {near} (python train.py --help lists all)")
-        return kinds[name]
-
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            if file is not None:
-                raise ValueError(f"two configuration files given, {file} and {word}; give one, and flags as --name=value")
-            file = word
-            continue
-        name, given, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        kind = known(name, f"flag --{name}")
-        if not given:
-            if kind is bool or name == "resume":
-                value = "true" if kind is bool else "yes"
-            elif words and not words[0].startswith("--"):
-                value = words.pop(0)
-            else:
-                raise ValueError(f"flag --{name} needs a value: --{name}=...")
-        flags[name] = convert(kind, value, f"flag --{name}")
-    if file is not None:
-        try:
-            with open(file, "rb") as f:
-                content = tomllib.load(f)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{file}: no such configuration file; presets are in config/") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise ValueError(f"{file}: not valid TOML: {e}") from None
-        for name, value in content.items():
-            values[name] = convert(known(name, f"{file}: key {name!r}"), value, f"{file}: key {name!r}")
-    return TrainConfig(**{**values, **flags})
-
-
 def check_config(c, world_size):
     """Refuses what cannot work, before anything is loaded or written. ValueError names the setting."""
     for name, allowed in (("algo", ("gtpo", "grpo", "sft")), ("device", ("auto", "cpu", "cuda")), ("dtype", ("auto", "float32", "bfloat16")),
-                          ("resume", ("no", "yes", "auto")), ("prompt_style", ("auto", "chat", "plain"))):
+                          ("resume", ("no", "yes", "auto")), ("compile", ("auto", "yes", "no")), ("prompt_style", ("auto", "chat", "plain"))):
         if getattr(c, name) not in allowed:
             raise ValueError(f"{name}={getattr(c, name)!r}: should be one of {', '.join(allowed)}")
     least = dict(sft_batch_size=1, prompts_per_step=1, group_size=2, max_prompt_tokens=1, max_new_tokens=1, sft_max_tokens=2, micro_tokens=1,
                  updates_per_rollout=1, eval_problems=1, eval_samples=1, save_every=1, max_bad_updates=1, seed=0, sft_steps=0, steps=0,
-                 eval_every=0, show_every=0, weight_decay=0, grad_clip=0, gamma=0, beta=0, warmup_ratio=0, entropy_threshold=0)
+                 eval_every=0, show_every=0, lora_rank=0, lora_alpha=0, weight_decay=0, grad_clip=0, gamma=0, beta=0, warmup_ratio=0, entropy_threshold=0)
     for name, smallest in least.items():
         if getattr(c, name) < smallest:
             raise ValueError(f"{name}={getattr(c, name)}: should be {smallest} or more")
@@ -215,6 +148,12 @@ def check_config(c, world_size):
             raise ValueError(f"{name}={getattr(c, name)}: should be at least 0 and below 1")
     if c.overwrite and c.resume != "no":
         raise ValueError(f"--overwrite deletes the run in the output folder and --resume={c.resume} continues it: give one of the two")
+    if c.lora_rank and c.adapter:
+        raise ValueError(f"lora_rank={c.lora_rank} makes a new adapter, adapter={c.adapter} goes on with an old one: give one of the two")
+    if unknown := [t for t in c.lora_targets.split(",") if t not in LORA_TARGETS]:
+        raise ValueError(f"lora_targets: {unknown[0]!r} is none of {', '.join(LORA_TARGETS)}")
+    if c.merge and not (c.lora_rank or c.adapter):
+        raise ValueError("merge: there is no adapter to merge; give --lora_rank or --adapter")
     if c.updates_per_rollout > 1 and c.algo == "gtpo":
         raise ValueError("updates_per_rollout: GTPO has no clipping and takes one update per rollout; use --algo=grpo for more")
     for name in ("prompts_per_step", "sft_batch_size"):
@@ -226,68 +165,6 @@ def check_config(c, world_size):
         raise ValueError("device='cuda': this PyTorch sees no CUDA device; use --device=cpu")
     if c.sft_steps + (c.steps if c.algo != "sft" else 0) == 0:
         raise ValueError("sft_steps=0" + (" and steps=0" if c.algo != "sft" else " with algo='sft'") + ": there is nothing to do")
-
-
-def to_toml(c):
-    return "".join(f"{k} = {json.dumps(v)}\n" for k, v in asdict(c).items())       # these JSON values are TOML values, too
-
-
-# ---------------------------------------------------------------------------------------------------------------------------
-# processes
-
-class Processes:
-    """This process among those that torchrun started (alone without torchrun). Data parallelism is just sum(), called on gradients."""
-
-    def __init__(self, device, timeout_minutes):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-        if cuda:
-            if self.device.index >= torch.cuda.device_count():
-                raise ValueError(f"process {self.device.index} of this node has no GPU: PyTorch sees {torch.cuda.device_count()}; start torchrun "
-                                 f"with --nproc_per_node={torch.cuda.device_count()}, or train with --device=cpu")
-            torch.cuda.set_device(self.device)
-        if self.size > 1:
-            timeout = timedelta(minutes=timeout_minutes)
-            store, *_ = next(rendezvous("env://", timeout=timeout))
-            if os.environ.get("GROUP_WORLD_SIZE") == "1":
-                # torchrun keeps its store over restarts (pytorch/pytorch#135712): a restarted group would read the addresses of the dead one
-                store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        self.main = self.rank == 0
-
-    def sum(self, *tensors):
-        """Replaces each tensor by its sum over all processes."""
-        if self.size > 1:
-            for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
-                work.wait()
-
-    def share(self, model):
-        """Gives every process the weights of the first."""
-        if self.size > 1:
-            for p in model.parameters():
-                dist.broadcast(p.data, 0)
-
-    def totals(self, values):
-        """Sums a dictionary of numbers over all processes, in float64."""
-        tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
-        self.sum(tensor)
-        return dict(zip(values, tensor.tolist()))
-
-    def gather(self, value):
-        """The value (text, numbers, a dictionary) of every process, in the order of their ranks."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def barrier(self):
-        if self.size > 1:
-            dist.barrier()
-
-    def fail(self, error, teller=0):
-        """Ends all processes for the same reason (each must call this): one of them tells it."""
-        raise error if self.rank == teller else SystemExit(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -353,6 +230,9 @@ def make_optimizer(model, c):
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": c.weight_decay},
               {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
+    if c.zero and dist.is_initialized():
+        from torch.distributed.optim import ZeroRedundancyOptimizer                 # imports much, and warns of it
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.0, betas=(0.9, c.adam_beta2))
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, c.adam_beta2))
 
 
@@ -372,6 +252,16 @@ def update(model, optimizer, processes, lr, grad_clip, loss=0.0):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def trained(model):
+    """The parameters that learn, by name: all of them, or those of the adapter."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save_policy(model, folder):
+    """What was learned, as a Hugging Face folder: the whole model, or the adapter in PEFT's format."""
+    (model.save_adapter if model.lora else model.save_pretrained)(folder)
 
 
 def peak_memory(device):
@@ -397,10 +287,14 @@ def make_tiny_model(folder, seed):
 def main(argv):
     """Trains as the command line says. Returns the exit code. ValueError and OSError say what is wrong."""
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        print(help_text(TrainConfig, __doc__))
         return 0
-    c = read_config(argv)
+    c = read_config(TrainConfig, argv)
     check_config(c, int(os.environ.get("WORLD_SIZE", 1)))
+    if c.plan:
+        from plan import report
+        print(report(c, int(os.environ.get("WORLD_SIZE", 1))))
+        return 0
     processes = Processes(c.device, c.timeout_minutes)
     with Signals() as signals, contextlib.ExitStack() as held:
         code = train(c, processes, signals, held)
@@ -430,26 +324,9 @@ def command(argv):
     return 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# output folder: config.toml, metrics.jsonl, ckpt.pt, model/
-
 RESUME_MAY_DIFFER = {"name", "out_dir", "resume", "resume_force", "overwrite", "device", "micro_tokens", "save_every", "show_every",
-                     "eval_every", "max_bad_updates", "timeout_minutes"}            # none of these changes what is learned
-CHECKPOINT = ("config", "step", "processes", "model", "optimizer", "initial_entropy", "before", "skipped_updates")
-
-
-def lock_output(out):
-    """Locks the output folder (created if need be) for one run, until the returned file is closed or the process dies."""
-    os.makedirs(out, exist_ok=True)
-    file = open(os.path.join(out, "lock"), "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another run is writing to {out}: wait for it or stop it, or choose another folder with --name=OTHER") from None
-    except OSError as e:                                                            # some network file systems
-        print(f"note: {out} cannot be locked ({e}); take care that no second run uses it", file=sys.stderr)
-    return file
+                     "eval_every", "max_bad_updates", "timeout_minutes", "merge", "checkpointing", "zero", "compile", "plan"}    # what is learned is the same
+CHECKPOINT = ("config", "step", "processes", "model", "optimizer", "initial_entropy", "before", "reference", "skipped_updates")
 
 
 def open_output(c, out):
@@ -482,67 +359,8 @@ def open_output(c, out):
     return checkpoint
 
 
-def restore(model, optimizer, checkpoint, path):
-    """Weights and optimizer as the checkpoint has them; it lets go of its own. ValueError names the first tensor that does not fit the model."""
-    own, saved = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, checkpoint["shapes"]
-    for name in [*own, *saved]:
-        if own.get(name) != saved.get(name):
-            raise ValueError(f"{path}: tensor {name!r} is {saved.get(name, 'missing')} in the checkpoint and {own.get(name, 'missing')} in this "
-                             "model; resume with the model that the run began with")
-    model.load_state_dict(checkpoint.pop("model"))
-    try:
-        optimizer.load_state_dict(checkpoint.pop("optimizer"))
-    except Exception as e:                                                          # many kinds, too
-        raise ValueError(f"{path}: the optimizer's state does not fit this model ({type(e).__name__}: {str(e)[:200]})") from None
-
-
-def clear_output(out):
-    """Deletes what a run writes, and nothing else. The rows go last: as long as they stand, the folder is known to have held a run."""
-    for name in ("ckpt.pt", "model", "sft", "init", "eval.jsonl", "config.toml", "metrics.jsonl"):
-        path = os.path.join(out, name)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path):
-            os.remove(path)
-
-
-def write_whole(path, write, mode="w"):
-    """write(file), beside the path, flushed to the disk, then renamed: what stood there stays until the new file is whole."""
-    try:
-        with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    except (OSError, RuntimeError) as e:
-        with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
-        while e.__context__ and not isinstance(e, OSError):                         # torch.save hides it behind a RuntimeError
-            e = e.__context__
-        raise OSError(f"{path}: could not be written ({e}); what stood there before is untouched") from None
-
-
-def save_checkpoint(out, state):
-    write_whole(os.path.join(out, "ckpt.pt"), lambda f: torch.save(state, f), "wb")
-
-
-def metrics_rows(path):
-    """(row, line) for each line of metrics.jsonl; a torn one, such as the last of a killed run, is left out."""
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for line in f:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    yield row, line.rstrip("\n") + "\n"
-
-
-def keep_metrics_before(path, step):
-    """Cuts metrics.jsonl back to the lines of the steps before `step`, those that the checkpoint knows of."""
-    if os.path.exists(path):
-        kept = [line for row, line in metrics_rows(path) if row["step"] < step]
-        write_whole(path, lambda f: f.writelines(kept))
+def use_bfloat16(c, device):
+    return c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda")
 
 
 def prepare(c, processes, out, held):
@@ -558,8 +376,12 @@ def prepare(c, processes, out, held):
             source = stack.enter_context(tempfile.TemporaryDirectory())
             make_tiny_model(source, c.seed)
         tokenizer = Tokenizer.from_pretrained(source)
-        model = GPT.from_pretrained(source, adapter=c.adapter or None, device=processes.device)
-    model.folder = folder
+        base = torch.bfloat16 if (c.lora_rank or c.adapter) and use_bfloat16(c, processes.device) else torch.float32         # what is trained is float32
+        model = GPT.from_pretrained(source, adapter=c.adapter or None, dtype=base, device=processes.device)
+    model.folder, model.checkpointing = folder, c.checkpointing
+    if c.lora_rank:
+        torch.manual_seed(c.seed)
+        model.add_lora(c.lora_rank, c.lora_alpha or c.lora_rank, c.lora_targets.split(","))
     positions = model.config.max_position_embeddings
     if not tokenizer.eos_ids:
         raise ValueError(f"{folder}: no end token is known, completions would never end; set eos_token_id in generation_config.json")
@@ -655,22 +477,25 @@ def train(c, processes, signals, held):
                 raise OSError(f"{metrics_path}: could not be written ({e})") from None
 
     def autocast():
-        return torch.autocast(device.type, torch.bfloat16, enabled=c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda"))
+        return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16(c, device))
 
     def save(next_step):
+        if hasattr(optimizer, "consolidate_state_dict"):                            # a ZeroRedundancyOptimizer
+            optimizer.consolidate_state_dict()                                      # to process 0, by all together
         if main:
             os.fsync(metrics_file.fileno())                                         # a checkpoint never knows more than the rows
-            save_checkpoint(out, {"config": asdict(c), "step": next_step, "processes": processes.size, "model": model.state_dict(),
+            save_checkpoint(out, {"config": asdict(c), "step": next_step, "processes": processes.size,
+                                  "model": {name: p.detach() for name, p in trained(model).items()},
                                   "optimizer": optimizer.state_dict(), "initial_entropy": initial_entropy, "before": before,
-                                  "skipped_updates": skipped_updates})
+                                  "reference": reference if model.lora else None, "skipped_updates": skipped_updates})
         processes.barrier()
 
     # start, or continue
     sft_steps, steps = c.sft_steps, c.steps if c.algo != "sft" else 0
-    start, initial_entropy, before, skipped_updates, bad_in_a_row = 0, None, None, 0, 0
+    start, initial_entropy, before, reference, skipped_updates, bad_in_a_row = 0, None, None, None, 0, 0
     if checkpoint is not None:
-        start, initial_entropy, before = checkpoint["step"], checkpoint["initial_entropy"], checkpoint["before"]
-        skipped_updates = checkpoint["skipped_updates"]
+        start, initial_entropy, before, reference, skipped_updates = (
+            checkpoint[key] for key in ("step", "initial_entropy", "before", "reference", "skipped_updates"))
         if processes.gather(any(row["step"] == start >= sft_steps + steps and row.get("label") == "after"
                                 for row, _ in metrics_rows(metrics_path)))[0]:
             say(f"{out} is finished: all {start} steps and the last evaluation are there; more steps: --resume --resume_force --steps=MORE")
@@ -691,19 +516,22 @@ def train(c, processes, signals, held):
         keep_metrics_before(metrics_path, start)
         metrics_file = held.enter_context(open(metrics_path, "ab", buffering=0))
 
-    parameters = sum(p.numel() for p in model.parameters())
+    if c.compile == "yes" or (c.compile == "auto" and device.type == "cuda"):
+        model.compile_steps()
+    parameters, learned = (sum(p.numel() for p in ps) for ps in (model.parameters(), trained(model).values()))
+    adapter = f" ({learned / 1e6:,.2f} of them in the adapter, which alone is trained)" if model.lora else ""
     longer = f"{ready['skipped']} skipped: longer than {c.max_prompt_tokens} tokens"
     too_long = f", {len(prompts) - len(demonstrations)} of {len(prompts)} skipped: too long" if sft_steps else ""
     rollout = f"{c.prompts_per_step} prompts x {c.group_size} completions of up to {c.max_new_tokens} tokens"
     where = f"on {device.type}, {processes.size} process(es), {torch.get_num_threads()} threads each"
     say(f"""
 {c.algo.upper()} on {c.data}: {len(prompts):,} problems ({longer}), {len(eval_problems)} held out for evaluation
-policy    {c.model or 'a new ' + model.config.model_type}, {parameters / 1e6:,.2f} million parameters, {where}
+policy    {c.model or 'a new ' + model.config.model_type}, {parameters / 1e6:,.2f} million parameters{adapter}, {where}
 warm-up   {sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning rate {c.sft_learning_rate:g}{too_long}
 RL        {steps} steps of {rollout}, learning rate {c.learning_rate:g}
-output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
+output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora else 'model/'})
 """)
-    reference, bar = None, None
+    bar = None
     for step in range(start, sft_steps + steps):
         began, rl = time.time(), step >= sft_steps
         if bar is None or step == sft_steps:
@@ -735,12 +563,13 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                     before = evaluation(step, "before")
                 optimizer = make_optimizer(model, c)
                 if main and sft_steps:
-                    model.save_pretrained(os.path.join(out, "sft"))
+                    save_policy(model, os.path.join(out, "sft"))
                 processes.barrier()
-            if c.algo == "grpo" and c.beta and reference is None:
-                # from the disk, so that it is the same after a resume: the policy as it was before RL
-                reference = GPT.from_pretrained(*(os.path.join(out, "sft"), None) if sft_steps else (folder, c.adapter or None),
-                                                device=device).requires_grad_(False)
+            if c.algo == "grpo" and c.beta and reference is None:                   # the policy as it was before RL
+                if model.lora:                                                      # its adapter; it also goes to the checkpoint
+                    reference = {name: p.detach().clone() for name, p in trained(model).items()}
+                else:                                                               # from the disk, where it is also after a resume
+                    reference = GPT.from_pretrained(os.path.join(out, "sft") if sft_steps else folder, device=device).requires_grad_(False)
             began = time.time()
 
             # 1. this step's prompts, the same for any number of processes; each process takes its share, whole groups
@@ -795,8 +624,8 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
                     old = old_logps.setdefault(n, logps.detach()) if c.updates_per_rollout > 1 else None
                     micro_loss = surrogate_loss(logps, torch.cat([rows[i][2] for i in micro]), old, c.epsilon if c.algo == "grpo" else None)
                     if reference is not None:
-                        with torch.no_grad(), autocast():
-                            ref_logps = completion_logps(reference, *arguments)
+                        with torch.no_grad(), autocast(), model.adapter_as(reference) if model.lora else contextlib.nullcontext():
+                            ref_logps = completion_logps(model if model.lora else reference, *arguments)
                         scale = torch.cat([torch.full_like(rows[i][2], 1 / (len(rows[i][1]) * G * c.prompts_per_step)) for i in micro])
                         micro_loss = micro_loss + c.beta * (scale * kl_tokens(logps, ref_logps)).sum()
                     micro_loss.backward()
@@ -851,8 +680,10 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, model/)
     if bar is not None:
         bar.close()
 
-    if main:
-        model.save_pretrained(os.path.join(out, "model"))                           # before the row that says: finished
+    if main:                                                                        # before the row that says: finished
+        save_policy(model, os.path.join(out, "adapter" if model.lora else "model"))
+        if c.merge:
+            model.save_pretrained(os.path.join(out, "model"))
     after = evaluation(max(start, sft_steps + steps), "after")
     if main:
         say(before_after(before, after) + closing_hints(c, out, eval_problems))
@@ -874,38 +705,19 @@ def closing_hints(c, out, eval_problems):
     same.update({} if c.temperature == 1 else {"temperature": c.temperature})
     same.update({} if c.system_prompt == "default" else {"system_prompt": c.system_prompt})
     same.update({} if c.prompt_style == "auto" else {"prompt_style": c.prompt_style})
-    model, data = os.path.join(out, "model"), c.eval_data or (c.data if c.data in NAMES else os.path.join(out, "eval.jsonl"))
+    policy, data = {"model": os.path.join(out, "model")}, c.eval_data or (c.data if c.data in NAMES else os.path.join(out, "eval.jsonl"))
+    if (c.lora_rank or c.adapter) and not c.merge:
+        policy = {"model": c.model or os.path.join(out, "init"), "adapter": os.path.join(out, "adapter")}
     problem = eval_problems[0] if len(eval_problems[0].question) <= 60 else min(eval_problems, key=lambda p: len(p.question))
     k = ",".join(map(str, sorted({1, c.eval_samples})))
     if c.algo == "sft":
-        more = flags(name=c.name + "-gtpo", algo="gtpo", model=model, sft_steps=0)
+        more = flags(name=c.name + "-gtpo", algo="gtpo", **policy, sft_steps=0) + " --lora_rank=0" * ("adapter" in policy)
     else:
         more = " --resume" + flags(resume_force="true", steps=2 * c.steps)
     return f"""
-look at a group     python sample.py{flags(model=model, prompt=problem.question, gold=problem.answer, **same)}
-evaluate            python eval.py{flags(model=model, data=data, n=c.eval_samples, k=k, **same)}
+look at a group     python sample.py{flags(**policy, prompt=problem.question, gold=problem.answer, **same)}
+evaluate            python eval.py{flags(**policy, data=data, n=c.eval_samples, k=k, **same)}
 train on            python train.py {shlex.quote(os.path.join(out, 'config.toml'))}{more}"""
-
-
-class Signals:
-    """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one, a second later or more, stops at once
-    (SLURM and torchrun may both pass on the same one)."""
-
-    def __enter__(self):
-        self.received, self.when = 0, 0.0
-        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def handle(self, number, frame):
-        if not self.received:
-            self.received, self.when = number, time.monotonic()
-        elif time.monotonic() - self.when > 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def __exit__(self, *error):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
 
 def before_after(before, after):

@@ -180,3 +180,18 @@ def test_a_loss_that_is_not_finite_on_one_process_skips_the_update_on_all(small,
     logs = finish(tmp_path, start(tmp_path, [*flags, "--name=worse", "--max_bad_updates=2", "--save_every=1"], 2, nan_on_rank_1({2, 3})), [2, 2])
     assert logs.count("error: ") == 1 and "step 2: loss or gradient was not finite 2 times in a row" in logs
     assert "first prompt of the step is '" in logs and "checkpoint is out/worse/ckpt.pt" in logs
+
+
+def test_zero_divides_the_optimizer_and_changes_nothing(small, tmp_path):
+    """Two processes with --zero learn bit for bit what they learn without, in one go and resumed after a stop."""
+    flags = [*small, "--sft_steps=3", "--steps=3", "--save_every=2"]
+    for name, more in (("plain", []), ("zero", ["--zero"])):
+        finish(tmp_path, start(tmp_path, [*flags, f"--name={name}", *more], 2))
+    finish(tmp_path, start(tmp_path, [*flags, "--name=halves", "--zero"], 2, stop_at(4)), [143, 143])
+    finish(tmp_path, start(tmp_path, [*flags, "--name=halves", "--zero", "--resume"], 2))
+    for other in ("zero", "halves"):
+        a, b = weights(tmp_path / "out/plain/model"), weights(tmp_path / f"out/{other}/model")
+        assert all(torch.equal(a[k], b[k]) for k in a), other
+        assert learned(tmp_path / "out/plain") == learned(tmp_path / f"out/{other}"), other
+    states = [torch.load(tmp_path / f"out/{name}/ckpt.pt", weights_only=True)["optimizer"]["state"] for name in ("plain", "zero")]
+    assert len(states[0]) == len(states[1])                                         # the checkpoint holds the state of all processes

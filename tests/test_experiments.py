@@ -153,7 +153,7 @@ def test_train_and_eval_take_the_commands():
     a = compare.parse(["--temperature=1.5", "--eval_samples=4"])
     configs = {}
     for name in ["sft", *compare.ALGORITHMS]:
-        c = train.read_config(compare.train_command(a, name, 1e-3, 3)[2:])
+        c = train.read_config(train.TrainConfig, compare.train_command(a, name, 1e-3, 3)[2:])
         train.check_config(c, 1)
         configs[name] = vars(c)
         e = evaluation.parse(compare.eval_command(a, name, 1e-3, 3)[2:])

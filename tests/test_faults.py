@@ -186,7 +186,7 @@ def mutated(content, rng):
 
 
 def use_configuration(folder):
-    train.check_config(train.read_config([str(folder / "run.toml")]), 1)
+    train.check_config(train.read_config(train.TrainConfig, [str(folder / "run.toml")]), 1)
 
 
 def use_problems(folder):

@@ -256,8 +256,11 @@ def test_a_new_adapter_changes_nothing_and_trains_alone():
     assert (after - before).abs().max() > 1e-3
     for n, p in model.named_parameters():
         assert "lora_" in n or torch.equal(p, weights[n]), n
-    with model.adapter_off():
-        assert torch.equal(model(ids), before)                                      # GRPO's reference
+    half = {n: p.detach() / 2 for n, p in model.named_parameters() if "lora_" in n}
+    with model.adapter_as(None):
+        assert torch.equal(model(ids), before)                                      # the base
+    with model.adapter_as(half):                                                    # GRPO's reference
+        assert 1e-4 < (model(ids) - before).abs().max() < (after - before).abs().max()
     assert torch.equal(model(ids), after)
 
 

@@ -25,7 +25,7 @@ import eval as eval_command
 import train
 from data import Problem, demonstration, held_out, load_problems
 from model import GPT, Config
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizer import Tokenizer, write_byte_tokenizer
 from train import (TrainConfig, check_config, keep_metrics_before, learning_rate, make_tiny_model, micro_batches, order, read_config,
                    completion_logps, save_checkpoint, to_toml)
@@ -119,7 +119,7 @@ def metrics(folder):
 
 def test_flags_take_the_type_of_the_field():
     """P80: `--learning_rate=1` is 1.0 and `--name=2024` is text; the literal need not look like the default."""
-    c = read_config(["--learning_rate=1", "--name=2024", "--conflict=false", "--overwrite", "--resume", "--steps", "7"])
+    c = read_config(TrainConfig, ["--learning_rate=1", "--name=2024", "--conflict=false", "--overwrite", "--resume", "--steps", "7"])
     assert (c.learning_rate, type(c.learning_rate)) == (1.0, float)
     assert (c.name, c.conflict, c.overwrite, c.resume, c.steps) == ("2024", False, True, "yes", 7)
 
@@ -130,7 +130,7 @@ def test_flags_take_the_type_of_the_field():
 ])
 def test_bad_flags_are_named(argv, says):
     with pytest.raises(ValueError, match=says):
-        read_config(argv)
+        read_config(TrainConfig, argv)
 
 
 @pytest.mark.parametrize("text, says", [
@@ -140,30 +140,30 @@ def test_bad_flags_are_named(argv, says):
 def test_bad_toml_is_named(tmp_path, text, says):
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(ValueError, match=says) as e:
-        read_config([str(tmp_path / "bad.toml")])
+        read_config(TrainConfig, [str(tmp_path / "bad.toml")])
     assert "bad.toml" in str(e.value)
 
 
 def test_missing_toml_is_named():
     with pytest.raises(FileNotFoundError, match="nowhere.toml"):
-        read_config(["nowhere.toml"])
+        read_config(TrainConfig, ["nowhere.toml"])
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     (tmp_path / "a.toml").write_text("steps = 5\ngamma = 1\n")
-    c = read_config([str(tmp_path / "a.toml"), "--steps=6"])
+    c = read_config(TrainConfig, [str(tmp_path / "a.toml"), "--steps=6"])
     assert (c.steps, c.gamma, c.group_size) == (6, 1.0, TrainConfig().group_size)
 
 
 @pytest.mark.parametrize("name", sorted(os.listdir(os.path.join(ROOT, "config"))))
 def test_presets_are_valid(name):
-    check_config(read_config([os.path.join(ROOT, "config", name)]), 1)
+    check_config(read_config(TrainConfig, [os.path.join(ROOT, "config", name)]), 1)
 
 
 def test_written_configuration_reads_back(tmp_path):
     c = TrainConfig(name="x", system_prompt='say "hi"\n\\ <b>', gamma=0.5, conflict=False)
     (tmp_path / "c.toml").write_text(to_toml(c))
-    assert TrainConfig(**tomllib.loads(to_toml(c))) == c == read_config([str(tmp_path / "c.toml")])
+    assert TrainConfig(**tomllib.loads(to_toml(c))) == c == read_config(TrainConfig, [str(tmp_path / "c.toml")])
 
 
 @pytest.mark.parametrize("change, says", [
@@ -186,7 +186,7 @@ def test_sizes_that_do_not_divide_name_both_numbers():
 
 
 def test_help_lists_every_field_with_its_comment():
-    text = train.help_text()
+    text = train.help_text(TrainConfig, train.__doc__)
     for name in TrainConfig.__dataclass_fields__:
         line = next(line for line in text.splitlines() if line.startswith(f"  --{name}="))
         assert len(line.split(maxsplit=1)[1]) > 15
@@ -516,8 +516,54 @@ def test_the_reference_of_grpo_is_the_policy_before_rl_with_its_adapter(small, t
     assert seen == [0]
     run(tmp_path, *flags, "--resume")
     policy = GPT.from_pretrained(model, adapter=str(tmp_path / "adapter"))
-    policy.load_state_dict(torch.load(tmp_path / "out/arithmetic/ckpt.pt", weights_only=True)["model"])
+    saved = torch.load(tmp_path / "out/arithmetic/ckpt.pt", weights_only=True)["model"]
+    assert sorted(saved) == sorted(n for n, p in policy.named_parameters() if p.requires_grad)                     # the adapter alone
     assert len(seen) == 2 and seen[1] > 1e-4                                        # the policy has moved, the reference has not
+
+
+def test_an_adapter_is_trained_saved_resumed_and_merged(small, tmp_path, monkeypatch):
+    """LoRA through warm-up and RL with a KL term: only the adapter learns and is saved, a resumed run is the uninterrupted one (its reference, too),
+    and the merged model is the base with the adapter."""
+    flags = [*small, "--lora_rank=2", "--lora_targets=q_proj,down_proj", "--algo=grpo", "--beta=0.1", "--sft_steps=2", "--steps=3", "--learning_rate=1e-2",
+             "--sft_learning_rate=1e-2", "--merge"]
+    monkeypatch.setattr(train, "format_reward", lambda text: float(len(text) % 2))
+    text = run(tmp_path, *flags, "--name=whole")
+    out, base = tmp_path / "out/whole", small[0].removeprefix("--model=")
+    assert "of them in the adapter" in text and "--model=out/whole/model " in text
+    assert sorted(os.listdir(out / "adapter")) == sorted(os.listdir(out / "sft")) == ["adapter_config.json", "adapter_model.safetensors"]
+    saved = torch.load(out / "ckpt.pt", weights_only=True)
+    assert {name.rpartition(".")[2] for name in saved["model"]} == {"lora_A", "lora_B"} == {name.rpartition(".")[2] for name in saved["reference"]}
+    assert any((saved["model"][name] - saved["reference"][name]).abs().max() > 1e-3 for name in saved["model"])
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        adapted, merged = GPT.from_pretrained(base, adapter=str(out / "adapter"))(ids), GPT.from_pretrained(str(out / "model"))(ids)
+        torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=1e-4)
+        assert (adapted - GPT.from_pretrained(base)(ids)).abs().max() > 1e-2
+    real, calls = train.update, []
+
+    def stops(*arguments):
+        calls.append(1)
+        if len(calls) == 4:                                                         # the second step of RL
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+    monkeypatch.setattr(train, "update", stops)
+    run(tmp_path, *flags, "--name=halves", code=143)
+    run(tmp_path, *flags, "--name=halves", "--resume")
+    a, b = (load_file(tmp_path / f"out/{name}/adapter/adapter_model.safetensors") for name in ("whole", "halves"))
+    assert all(torch.equal(a[k], b[k]) for k in a) and learned(out) == learned(tmp_path / "out/halves")
+    hints = run(tmp_path, *[f for f in flags if f != "--merge"], "--name=apart")
+    assert f"--model={base} --adapter=out/apart/adapter" in hints and not (tmp_path / "out/apart/model").exists()
+
+
+def test_activation_checkpointing_and_compilation_learn_the_same(finished, monkeypatch):
+    cwd, _ = finished
+    run(cwd, "--name=checkpointing", "--checkpointing")
+    assert_learned_the_same(cwd, "checkpointing")
+    compiled, real = [], GPT.compile_steps
+    monkeypatch.setattr(GPT, "compile_steps", lambda self: compiled.append(1) or real(self, backend="eager"))      # no C++ compiler, which is slow
+    run(cwd, "--name=compiled", "--compile")
+    assert_learned_the_same(cwd, "compiled")
+    assert compiled == [1] and sorted(torch.load(cwd / "out/compiled/ckpt.pt", weights_only=True)["model"]) == sorted(weights(cwd / "out/whole/init"))
 
 
 def test_kept_is_what_the_loss_keeps(small, tmp_path, monkeypatch):
@@ -551,7 +597,7 @@ def test_closing_hints_are_commands_that_work(done, small):
     assert (args.max_new_tokens, args.system_prompt, args.prompt_style) == (12, "", "plain")
     assert {f"--prompt={kept_out[0].question}", "--max_new_tokens=12", "--system_prompt="} < set(lines["sample"])
     with contextlib.chdir(cwd):
-        c = read_config(lines["train"])
+        c = read_config(TrainConfig, lines["train"])
         check_config(c, 1)
     assert (c.resume, c.resume_force, c.steps, c.max_new_tokens, c.name) == ("yes", True, 4, 12, "arithmetic")
 
