@@ -126,10 +126,13 @@ def mean_entropy(token_entropy, mask):
     return torch.where(mask.bool(), token_entropy, 0).sum(-1) / completion_lengths(mask)[..., 0].clamp(min=1)
 
 
-def keep_completions(entropy, initial_entropy, threshold=math.log(2)):
+def keep_completions(entropy, initial_entropy, threshold=math.log(2), negative_only=None):
     """delta_i of equation (4): 1 to keep, 0 to leave out. entropy (..., G) is <H>_i, initial_entropy is <H>_ini, all in nats.
-    A model that starts above the threshold is never filtered."""
-    return 1 - ((entropy > threshold) & (initial_entropy < threshold)).to(entropy.dtype)  # (departs: 4)
+    A model that starts above the threshold is never filtered. negative_only: the advantages (..., G), to leave out only where A < 0."""
+    out = (entropy > threshold) & (initial_entropy < threshold)  # (..., G) (departs: 4)
+    if negative_only is not None:
+        out &= advantage_sign(negative_only) < 0
+    return 1 - out.to(entropy.dtype)
 
 
 @torch.no_grad()
@@ -143,9 +146,8 @@ def gtpo_weights(ids, mask, advantages, entropy, initial_entropy, gamma=0.1, con
     """
     length, G = completion_lengths(mask), advantages.shape[-1]  # (..., G, 1)
     lam = conflict_weights(ids, mask, advantages) if conflict else mask.to(advantages.dtype)  # (..., G, L)
-    delta = keep_completions(entropy, initial_entropy, threshold) if entropy_filter else torch.ones_like(entropy)  # (..., G)
-    if filter_negative_only:
-        delta = delta.masked_fill(advantage_sign(advantages) >= 0, 1)
+    negative_only = advantages if filter_negative_only else None
+    delta = keep_completions(entropy, initial_entropy, threshold, negative_only) if entropy_filter else torch.ones_like(entropy)  # (..., G)
     score = delta * (advantages - gamma * entropy)  # (..., G)
     return score[..., None] / (G * length.clamp(min=1)) * lam  # (..., G, L) (departs: 1, 2)
 

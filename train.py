@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from data import NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, imperfect_demonstration, load_problems
 from eval import evaluate
-from gtpo import (advantage_sign, conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
+from gtpo import (conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
                   surrogate_loss, token_logps)
 from model import GPT, LORA_TARGETS, Config
 from rewards import accuracy_reward, format_reward
@@ -599,9 +599,9 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                 total = processes.totals({"entropy": entropy.sum().item(), "count": P * G})
                 initial_entropy = total["entropy"] / total["count"]
             lam = conflict_weights(ids, mask, advantages)                           # (P, G, L)
-            kept = keep_completions(entropy, initial_entropy, c.entropy_threshold)  # (P, G), of GRPO: those that GTPO would keep
-            if c.algo == "gtpo" and (c.filter_negative_only or not c.entropy_filter):
-                kept = kept.masked_fill((advantage_sign(advantages) >= 0) | (not c.entropy_filter), 1)
+            kept = keep_completions(entropy, initial_entropy, c.entropy_threshold, advantages if c.filter_negative_only else None)
+            if c.algo == "gtpo" and not c.entropy_filter:                           # of GRPO: those that GTPO would keep
+                kept = torch.ones_like(kept)                                        # (P, G)
             if c.algo == "gtpo":
                 weights = gtpo_weights(ids, mask, advantages, entropy, initial_entropy, c.gamma, c.conflict, c.entropy_filter,
                                        c.entropy_threshold, c.filter_negative_only)
