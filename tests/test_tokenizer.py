@@ -468,6 +468,9 @@ def test_eos_and_pad_ids(tmp_path):
                                ({}, {"eos_token_id": [1.5]}), ({}, {"eos_token_id": True}), ({}, {"eos_token_id": -1})):
         with pytest.raises(ValueError, match="(eos|pad)_token(_id)? is .*: expected an id"):
             Tokenizer.from_pretrained(write(tmp_path / "bad", content, config, generation_config__json=generation))
+    for token in (0.5, 10**20, ["<|end|>"]):                                        # Regression: AttributeError: 'float' has no attribute 'encode'
+        with pytest.raises(ValueError, match="pad_token is .*: expected the text of a token"):
+            Tokenizer.from_pretrained(write(tmp_path / "bad", content, {"pad_token": token}))
 
 
 def test_save_pretrained_copies_the_files(tmp_path):

@@ -568,7 +568,8 @@ def test_activation_checkpointing_and_compilation_learn_the_same(finished, monke
 
 def test_kept_is_what_the_loss_keeps(small, tmp_path, monkeypatch):
     """It was the filter's verdict even where the filter is off, or spares completions with A >= 0."""
-    monkeypatch.setattr(train, "keep_completions", lambda entropy, *_: torch.zeros_like(entropy))
+    real = train.keep_completions
+    monkeypatch.setattr(train, "keep_completions", lambda entropy, _, __, negative_only: real(entropy + 9, 0.0, 1.0, negative_only))     # all are noise
     monkeypatch.setattr(train, "format_reward", lambda text: float(len(text) % 2))
     kept = {}
     for name, flags in dict(all=[], off=["--entropy_filter=false"], negative=["--filter_negative_only"], grpo=["--algo=grpo"]).items():
