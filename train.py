@@ -41,6 +41,7 @@ from eval import evaluate
 from gtpo import (conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
                   surrogate_loss, token_logps)
 from model import GPT, LORA_TARGETS, Config
+from plan import model_config, report
 from rewards import accuracy_reward, format_reward
 from run import (Processes, Signals, clear_output, help_text, keep_metrics_before, lock_output, metrics_rows, read_config, restore, save_checkpoint,
                  to_toml, write_whole)
@@ -292,8 +293,10 @@ def main(argv):
     c = read_config(TrainConfig, argv)
     check_config(c, int(os.environ.get("WORLD_SIZE", 1)))
     if c.plan:
-        from plan import report
-        print(report(c, int(os.environ.get("WORLD_SIZE", 1))))
+        with tempfile.TemporaryDirectory() as tiny:
+            if not c.model:
+                make_tiny_model(tiny, c.seed)
+            print(report(c, model_config(c.model or tiny), int(os.environ.get("WORLD_SIZE", 1))))
         return 0
     processes = Processes(c.device, c.timeout_minutes)
     with Signals() as signals, contextlib.ExitStack() as held:
