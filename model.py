@@ -369,7 +369,7 @@ class GPT(nn.Module):
         prompt_kv = {}
 
         def attend(layer, q, k, v):
-            prompt_kv[layer] = (k, v)
+            prompt_kv.setdefault(layer, (k, v))                                     # when checkpointing runs it again, the first ones stay
             return attention(q, k, v)
 
         positions = torch.arange(prompt_ids.shape[1], device=prompt_ids.device).expand_as(prompt_ids)

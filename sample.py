@@ -103,6 +103,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     hidden, prompt_kv = model.prefill(prompt_ids.to(device))                        # (P, Tp, H)
     hidden = hidden[torch.arange(P, device=device), lengths - 1].repeat_interleave(G, dim=0)                        # (P*G, H)
     cache = GroupCache(prompt_kv, lengths, G, L)
+    del prompt_kv                                                                   # the cache has its own
 
     rows = torch.arange(P * G, device=device).view(P, G)                            # which completion each row of the batch is
     alive = torch.ones(P * G, dtype=torch.bool, device=device)                      # no end token yet
