@@ -126,12 +126,12 @@ def mean_entropy(token_entropy, mask):
     return torch.where(mask.bool(), token_entropy, 0).sum(-1) / completion_lengths(mask)[..., 0].clamp(min=1)
 
 
-def keep_completions(entropy, initial_entropy, threshold=math.log(2), negative_only=None):
+def keep_completions(entropy, initial_entropy, threshold=math.log(2), advantages=None):
     """delta_i of equation (4): 1 to keep, 0 to leave out. entropy (..., G) is <H>_i, initial_entropy is <H>_ini, all in nats.
-    A model that starts above the threshold is never filtered. negative_only: the advantages (..., G), to leave out only where A < 0."""
+    A model that starts above the threshold is never filtered. With advantages (..., G), only completions with A < 0 are left out."""
     out = (entropy > threshold) & (initial_entropy < threshold)  # (..., G) (departs: 4)
-    if negative_only is not None:
-        out &= advantage_sign(negative_only) < 0
+    if advantages is not None:
+        out &= advantage_sign(advantages) < 0
     return 1 - out.to(entropy.dtype)
 
 
@@ -146,8 +146,8 @@ def gtpo_weights(ids, mask, advantages, entropy, initial_entropy, gamma=0.1, con
     """
     length, G = completion_lengths(mask), advantages.shape[-1]  # (..., G, 1)
     lam = conflict_weights(ids, mask, advantages) if conflict else mask.to(advantages.dtype)  # (..., G, L)
-    negative_only = advantages if filter_negative_only else None
-    delta = keep_completions(entropy, initial_entropy, threshold, negative_only) if entropy_filter else torch.ones_like(entropy)  # (..., G)
+    of = advantages if filter_negative_only else None
+    delta = keep_completions(entropy, initial_entropy, threshold, of) if entropy_filter else torch.ones_like(entropy)  # (..., G)
     score = delta * (advantages - gamma * entropy)  # (..., G)
     return score[..., None] / (G * length.clamp(min=1)) * lam  # (..., G, L) (departs: 1, 2)
 
@@ -191,7 +191,7 @@ def kl_penalty(logps, ref_logps, mask):
 
 
 def gtpo_loss(logps, ids, mask, advantages, entropy, initial_entropy, old_logps=None, gamma=0.1, **switches):
-    """GTPO's loss -J of a group, averaged over groups if there are leading dimensions; no clipping, no KL. logps, ids, mask, old_logps
+    """GTPO's loss -J of a group in one call (train.py takes the weights and surrogate_loss apart), averaged over groups if there are leading dimensions; no clipping, no KL. logps, ids, mask, old_logps
     (..., G, L), advantages, entropy (..., G), initial_entropy a number; switches as in gtpo_weights -> scalar."""
     weights = gtpo_weights(ids, mask, advantages, entropy, initial_entropy, gamma, **switches)
     return surrogate_loss(logps, weights, old_logps) / advantages.shape[:-1].numel()

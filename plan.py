@@ -15,6 +15,7 @@ import torch
 
 from gtpo import CHUNK_ELEMENTS
 from model import GPT, Config, read_json
+from sample import DRAW_ELEMENTS
 
 SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "shapes")          # config.json of published models
 GPU_BYTES, MARGIN = 80e9, 0.1
@@ -140,7 +141,7 @@ class Plan:
         attention = m.num_attention_heads * m.head_dim
         prefill = P * Tp * (3 * m.intermediate_size * e + 2 * attention * e + 2 * m.hidden_size * self.r)
         state, x = self.state(), {"kv_prompts": P * Tp * kv, "kv_completions": B * (room + grows) * kv,
-                                  "scores": B * m.num_attention_heads * (Tp + L) * (8 + 2 * e), "logits": 20 * B * m.vocab_size}
+                                  "scores": B * m.num_attention_heads * (Tp + L) * (8 + 2 * e), "logits": 28 * min(B * m.vocab_size, max(DRAW_ELEMENTS, m.vocab_size))}
         copies = 2 * (self.linear + m.vocab_size * m.hidden_size) if self.casts else 0
         x["peak"] = state["weights"] + state["optimizer"] + copies + max(sum(x.values()), P * Tp * kv + max(prefill, P * Tp * kv + B * min(64, L) * kv))
         return x

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 import tomllib
 from dataclasses import asdict, fields
@@ -191,7 +192,7 @@ def restore(model, optimizer, checkpoint, path):
 
 def clear_output(out):
     """Deletes what a run writes, and nothing else. The rows go last: as long as they stand, the folder is known to have held a run."""
-    for name in ("ckpt.pt", "model", "adapter", "sft", "init", "eval.jsonl", "config.toml", "metrics.jsonl"):
+    for name in ("ckpt.pt", "model", "adapter", "sft", "init", "heldout.jsonl", "config.toml", "metrics.jsonl"):
         path = os.path.join(out, name)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)

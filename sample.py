@@ -3,7 +3,8 @@ The group sampler: G completions for each of P prompts in one batch.
 
     python sample.py --model=out/arithmetic/model --prompt="47+12?" --gold=59 --group=8
 
-shows one group the way GTPO sees it: rewards, advantages, entropies, who is kept, and the conflict tokens.
+shows one group the way GTPO sees it: rewards, advantages, entropies, who is kept, and the conflict tokens. (The entropy filter needs <H>_ini,
+the entropy of the policy before training; here it is this group's own mean, so who is kept may differ from a training run.)
 """
 import argparse
 import hashlib
@@ -19,8 +20,12 @@ import torch.nn.functional as F
 from data import SYSTEM_PROMPT, build_prompt
 from gtpo import conflict_weights, group_advantages, keep_completions, mean_entropy
 from model import GPT, GroupCache
-from rewards import accuracy_reward, format_reward
+from rewards import reward_parts
 from tokenizer import Tokenizer
+
+
+DRAW_ELEMENTS = 2**22                                                               # logits alive at a time; larger blocks cost a CPU more in
+                                                                                    # pages of memory than in arithmetic
 
 
 @dataclass
@@ -105,27 +110,28 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     cache = GroupCache(prompt_kv, lengths, G, L)
     del prompt_kv                                                                   # the cache has its own
 
+    at_once = max(1, DRAW_ELEMENTS // c.vocab_size)                                 # rows whose logits are alive at a time
     rows = torch.arange(P * G, device=device).view(P, G)                            # which completion each row of the batch is
     alive = torch.ones(P * G, dtype=torch.bool, device=device)                      # no end token yet
     for t in range(L):
-        row = rows.flatten()
-        logits = F.linear(hidden, model.head_weight).float()                        # (B, V)
-        if temperature not in (0, 1):
-            logits = logits / temperature
-        logps = logits.log_softmax(-1)                                              # (B, V)
-        probs = logps.exp()                                                         # (B, V)
-        if temperature == 0:
-            ids = logits.argmax(-1)
-        elif top_k or top_p < 1:
-            ids = draw(restrict(logps, top_k, top_p).softmax(-1), noise[row, t])
-        else:
-            ids = draw(probs, noise[row, t])                                        # (B,)
-        active = alive[row]                                                         # (B,)
-        flat["ids"][row, t] = ids * active
-        flat["mask"][row, t] = active
-        flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0] * active
-        flat["entropy"][row, t] = -(probs * logps.clamp(min=-1e4)).sum(-1) * active  # clamped: 0 * -inf would be nan
-        alive[row] = active & ~torch.isin(ids, eos)
+        for row, h in zip(rows.flatten().split(at_once), hidden.split(at_once)):    # (b,), (b, H)
+            logits = F.linear(h, model.head_weight).float()                         # (b, V)
+            if temperature not in (0, 1):
+                logits = logits / temperature
+            logps = logits.log_softmax(-1)                                          # (b, V)
+            probs = logps.exp()                                                     # (b, V)
+            if temperature == 0:
+                ids = logits.argmax(-1)
+            elif top_k or top_p < 1:
+                ids = draw(restrict(logps, top_k, top_p).softmax(-1), noise[row, t])
+            else:
+                ids = draw(probs, noise[row, t])                                    # (b,)
+            active = alive[row]                                                     # (b,)
+            flat["ids"][row, t] = ids * active
+            flat["mask"][row, t] = active
+            flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0] * active
+            flat["entropy"][row, t] = -(probs * logps.clamp(min=-1e4)).sum(-1) * active         # clamped: 0 * -inf would be nan
+            alive[row] = active & ~torch.isin(ids, eos)
         if t + 1 == L:
             break
         if t % 4 == 3 and len(eos):                                                 # looking makes a GPU wait, so not at every token
@@ -169,17 +175,17 @@ def weighted_runs(tokenizer, ids, lam):
 
 
 def show_completion(tokenizer, ids, lam, color):
-    """The text with its conflict tokens marked: [..]x2 have weight 2, [..]x0 have weight 0, the rest counts once."""
+    """The text with its conflict tokens marked: [[..]] have weight 2, ((..)) have weight 0, the rest counts once."""
     parts = []
     for piece, weight in weighted_runs(tokenizer, ids, lam):
         if weight != 1:
-            piece = f"[{piece}]x{weight}"
+            piece = f"[[{piece}]]" if weight == 2 else f"(({piece}))"
             piece = f"\x1b[{'1;32' if weight == 2 else '34'}m{piece}\x1b[0m" if color else piece
         parts.append(piece)
     return "".join(parts)
 
 
-LEGEND = "[..]x2: conflict tokens where A > 0, weight 2; [..]x0: where A < 0, not punished"
+LEGEND = "[[..]]: conflict tokens where A > 0, weight 2; ((..)): where A < 0, weight 0, not punished; the rest counts once"
 
 
 def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam, color=None):
@@ -250,7 +256,7 @@ def main(argv=None):
     samples = sample(model, [prompt], args.group, room, args.temperature, args.top_k, args.top_p, tokenizer.eos_ids,
                      noise=seeded_uniforms((args.seed, "sample"), 1, args.group, room))
     texts = completion_texts(tokenizer, samples)[0]
-    rewards = torch.tensor([format_reward(t) + (accuracy_reward(t, args.gold) if args.gold is not None else 0.0) for t in texts])   # (G,)
+    rewards = torch.tensor([sum(reward_parts(text, args.gold).values()) for text in texts])                          # (G,)
     advantages = group_advantages(rewards)                                          # (G,)
     ids, mask = samples.ids[0].cpu(), samples.mask[0].cpu()                         # (G, L)
     entropy = mean_entropy(samples.entropy[0].cpu(), mask)                          # (G,)

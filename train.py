@@ -2,9 +2,10 @@
 Trains a policy with GTPO, GRPO or SFT alone: one plain loop, on one CPU or on many GPUs.
 
     python train.py                                             the arithmetic demo: a laptop CPU, some minutes, nothing to download
-    python train.py config/gsm8k.toml --model=DIR               a Hugging Face folder on GSM8K
-    torchrun --nproc_per_node=8 train.py config/gsm8k.toml --model=DIR
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/gsm8k.toml --model=DIR
+    python train.py config/gsm8k.toml --model=DIR               a small model with random weights on GSM8K
+    torchrun --nproc_per_node=8 train.py config/qwen2.5_3b_gsm8k.toml --model=DIR
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
+        train.py config/qwen2.5_3b_gsm8k.toml --model=DIR --prompts_per_step=16             on each of two nodes that share out/
     python train.py config/qwen2.5_3b_gsm8k.toml --plan         parameters, memory and FLOPs per step; needs neither weights nor GPU
     python train.py --help                                      every setting; a TOML file sets any of them, flags win
 
@@ -42,7 +43,7 @@ from gtpo import (conflict_weights, group_advantages, grpo_weights, gtpo_weights
                   surrogate_loss, token_logps)
 from model import GPT, LORA_TARGETS, Config
 from plan import model_config, report
-from rewards import accuracy_reward, format_reward
+from rewards import reward_parts
 from run import (Processes, Signals, clear_output, help_text, keep_metrics_before, lock_output, metrics_rows, read_config, restore, save_checkpoint,
                  to_toml, write_whole)
 from sample import completion_texts, sample, seeded_uniforms, show_group
@@ -69,7 +70,7 @@ class TrainConfig:
     sft_steps: int = 900                # updates of the warm-up; 0: none
     sft_batch_size: int = 32            # demonstrations per step, over all processes
     sft_learning_rate: float = 3e-3     # peak; cosine to 0
-    sft_max_tokens: int = 1024          # longer demonstrations (prompt and solution; so are those beyond the model's window) are skipped
+    sft_max_tokens: int = 1024          # demonstrations (prompt and solution) longer than this or than the model's window are skipped
 
     # reinforcement learning
     steps: int = 150                    # updates of the policy, one per rollout unless updates_per_rollout is larger
@@ -79,8 +80,8 @@ class TrainConfig:
     max_new_tokens: int = 48            # longer completions are cut off there and count like others
     temperature: float = 1.0            # of sampling and of the log-probs in the loss alike
     learning_rate: float = 3e-4         # peak; cosine to 0
-    warmup_ratio: float = 0.005         # share of the steps in which the learning rate rises linearly
-    weight_decay: float = 0.1           # AdamW's, on matrices only
+    warmup_ratio: float = 0.005         # share of the steps in which the learning rate rises linearly; in the warm-up, too
+    weight_decay: float = 0.1           # AdamW's, on matrices only; in the warm-up, too
     adam_beta2: float = 0.99            # AdamW's second beta; the first is 0.9
     grad_clip: float = 0.1              # largest norm of the gradient; 0: no clipping
     micro_tokens: int = 16384           # tokens per forward pass (padding counted): less memory, same result
@@ -228,6 +229,7 @@ def learning_rate(step, steps, peak, warmup_ratio):
 
 
 def make_optimizer(model, c):
+    """AdamW on what learns, with weight decay on matrices alone; its state divided over the processes if c.zero."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": c.weight_decay},
               {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
@@ -424,6 +426,8 @@ def prepare(c, processes, out, held):
 # the loop
 
 def train(c, processes, signals, held):
+    """The run: start or continue, SFT warm-up, RL, evaluations, the saved policy. c: TrainConfig; held: an ExitStack that closes what is open
+    at the end. Returns the exit code."""
     rank, device, main = processes.rank, processes.device, processes.main
     say = tqdm.write if main else lambda text: None
     out = os.path.join(c.out_dir, c.name)
@@ -515,7 +519,7 @@ def train(c, processes, signals, held):
                 make_tiny_model(folder, c.seed)
         write_whole(os.path.join(out, "config.toml"), lambda f: f.write(to_toml(replace(c, overwrite=False, resume="no", resume_force=False))))
         if ready["held_out"]:
-            write_whole(os.path.join(out, "eval.jsonl"), lambda f: write_problems(f, eval_problems))
+            write_whole(os.path.join(out, "heldout.jsonl"), lambda f: write_problems(f, eval_problems))
         keep_metrics_before(metrics_path, start)
         metrics_file = held.enter_context(open(metrics_path, "ab", buffering=0))
 
@@ -557,7 +561,8 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                 micro_loss.backward()
                 loss += micro_loss.item()
             lr = learning_rate(step, sft_steps, c.sft_learning_rate, c.warmup_ratio)
-            norm = update(model, optimizer, processes, lr, 1.0, loss)
+            norm = update(model, optimizer, processes, lr, 1.0, loss)               # clipped at 1, the usual value for SFT
+            bad = int(not math.isfinite(norm))
             row = {"phase": "sft", "loss": processes.totals({"loss": loss})["loss"], "tokens": totals["tokens"]}
             shown = dict(loss=f"{row['loss']:.3f}")
         else:
@@ -591,9 +596,8 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
 
             # 3. rewards
             texts = completion_texts(tokenizer, samples)                            # P lists of G
-            formats = torch.tensor([[format_reward(text) for text in group] for group in texts])                    # (P, G)
-            correct = torch.tensor([[accuracy_reward(text, batch[p][0].answer) for text in texts[p]] for p in range(P)])
-            rewards = (formats + correct).to(device)                                # (P, G)
+            parts = [[reward_parts(text, batch[p][0].answer) for text in texts[p]] for p in range(P)]
+            rewards = torch.tensor([[float(sum(part.values())) for part in group] for group in parts], device=device)          # (P, G)
 
             # 4. advantages and the weight of every token in J
             advantages = group_advantages(rewards, "std" if c.algo == "grpo" and c.scale_advantages else "none")    # (P, G)
@@ -602,9 +606,10 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                 total = processes.totals({"entropy": entropy.sum().item(), "count": P * G})
                 initial_entropy = total["entropy"] / total["count"]
             lam = conflict_weights(ids, mask, advantages)                           # (P, G, L)
+            # (P, G) who is kept; of GRPO: who would be. Like lam, for the screen and the metrics: gtpo_weights makes its own
             kept = keep_completions(entropy, initial_entropy, c.entropy_threshold, advantages if c.filter_negative_only else None)
-            if c.algo == "gtpo" and not c.entropy_filter:                           # of GRPO: those that GTPO would keep
-                kept = torch.ones_like(kept)                                        # (P, G)
+            if c.algo == "gtpo" and not c.entropy_filter:
+                kept = torch.ones_like(kept)
             if c.algo == "gtpo":
                 weights = gtpo_weights(ids, mask, advantages, entropy, initial_entropy, c.gamma, c.conflict, c.entropy_filter,
                                        c.entropy_threshold, c.filter_negative_only)
@@ -615,13 +620,13 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
             # 5. the gradient, in micro-batches of real tokens; a completion whose weights are all 0 has none
             lengths, used = mask.sum(-1).tolist(), (weights != 0).any(-1).tolist()  # (P, G)
             rows = [(p, ids[p, g, :lengths[p][g]].tolist(), weights[p, g, :lengths[p][g]]) for p in range(P) for g in range(G)
-                    if used[p][g] or (reference is not None and lengths[p][g])]
-            old_logps, loss, norm = {}, 0.0, 0.0
+                    if used[p][g] or (reference is not None and lengths[p][g])]     # prompt, ids, weights
+            old_logps, loss, bad = {}, 0.0, 0
             for repeat in range(c.updates_per_rollout):
                 losses = 0.0
-                for n, micro in enumerate(micro_batches([len(ids) for _, ids in batch], [len(o) for _, o, _ in rows], [p for p, _, _ in rows],
+                for n, micro in enumerate(micro_batches([len(q) for _, q in batch], [len(o) for _, o, _ in rows], [p for p, _, _ in rows],
                                                         c.micro_tokens)):
-                    arguments = [ids for _, ids in batch], [rows[i][1] for i in micro], [rows[i][0] for i in micro], c.temperature
+                    arguments = [q for _, q in batch], [rows[i][1] for i in micro], [rows[i][0] for i in micro], c.temperature
                     with autocast():
                         logps = completion_logps(model, *arguments)                 # (tokens,)
                     old = old_logps.setdefault(n, logps.detach()) if c.updates_per_rollout > 1 else None
@@ -636,12 +641,13 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                 # 6. the update
                 lr = learning_rate(step - sft_steps, steps, c.learning_rate, c.warmup_ratio)
                 norm = update(model, optimizer, processes, lr, c.grad_clip, losses)
+                bad += not math.isfinite(norm)
                 loss += losses / c.updates_per_rollout
 
             real = mask.sum().item()
             totals = processes.totals({
-                "loss": loss, "completions": P * G, "tokens": real, "reward": rewards.sum().item(), "accuracy": (correct > 0).sum().item(),
-                "format": (formats >= 10).sum().item(), "entropy": entropy.sum().item(), "kept": kept.sum().item(),
+                "loss": loss, "completions": P * G, "tokens": real, "reward": rewards.sum().item(), "accuracy": sum(part["accuracy"] > 0 for group in parts for part in group),
+                "format": sum(part["format"] >= 10 for group in parts for part in group), "entropy": entropy.sum().item(), "kept": kept.sum().item(),
                 "conflict": ((lam != 1) & mask).sum().item(), "truncated": (~samples.finished).sum().item(),
                 "tied": (rewards.amax(1) == rewards.amin(1)).sum().item()})
             n = totals["completions"]
@@ -659,8 +665,7 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                     kept[0] if c.algo == "gtpo" else ones(kept[0]), lam[0] if c.algo == "gtpo" and c.conflict else ones(lam[0])))
 
         # after either kind of step: bookkeeping
-        bad = not math.isfinite(norm)
-        skipped_updates, bad_in_a_row = skipped_updates + bad, bad_in_a_row + 1 if bad else 0
+        skipped_updates, bad_in_a_row = skipped_updates + bad, bad_in_a_row + bad if bad else 0
         log({"step": step, **row, "grad_norm": norm, "lr": lr, "skipped_updates": skipped_updates, "seconds": time.time() - began,
              "memory_mib": peak_memory(device)})
         bar.set_postfix(shown)
@@ -708,7 +713,7 @@ def closing_hints(c, out, eval_problems):
     same.update({} if c.temperature == 1 else {"temperature": c.temperature})
     same.update({} if c.system_prompt == "default" else {"system_prompt": c.system_prompt})
     same.update({} if c.prompt_style == "auto" else {"prompt_style": c.prompt_style})
-    policy, data = {"model": os.path.join(out, "model")}, c.eval_data or (c.data if c.data in NAMES else os.path.join(out, "eval.jsonl"))
+    policy, data = {"model": os.path.join(out, "model")}, c.eval_data or (c.data if c.data in NAMES else os.path.join(out, "heldout.jsonl"))
     if (c.lora_rank or c.adapter) and not c.merge:
         policy = {"model": c.model or os.path.join(out, "init"), "adapter": os.path.join(out, "adapter")}
     problem = eval_problems[0] if len(eval_problems[0].question) <= 60 else min(eval_problems, key=lambda p: len(p.question))
@@ -724,6 +729,7 @@ train on            python train.py {shlex.quote(os.path.join(out, 'config.toml'
 
 
 def before_after(before, after):
+    """The table at the end, as text, from two results of evaluate()."""
     names = [k for k in after if k.startswith(("pass@", "maj@")) and k != "maj@1"] + ["format", "truncated"]
     lines = [f"{'':12}{'before':>8}{'after':>8}"] if before else [f"{'':12}{'after':>8}"]
     for name in names:

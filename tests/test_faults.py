@@ -81,7 +81,7 @@ def test_a_killed_process_under_torchrun_is_started_again_and_resumes(small, tmp
 
 
 def test_full_disk_while_the_checkpoint_is_written(whole, tmp_path):
-    """P72: the second checkpoint stops half-way with ENOSPC; the message names the file, the first one loads, and the run goes on from it."""
+    """The second checkpoint stops half-way with ENOSPC; the message names the file, the first one loads, and the run goes on from it."""
     def change(rank):
         real, calls = torch.save, []
 

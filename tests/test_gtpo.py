@@ -101,7 +101,7 @@ def test_advantages_as_trl():
 
 def test_advantages_by_hand():
     """Guards: population deviation or none where the sample deviation is meant (unsloth-zoo PR 832); prompts that compete with each other because
-    the mean is that of the whole batch (grpo-flat issue 2)."""
+    the mean is that of the whole batch."""
     assert gtpo.group_advantages(torch.tensor([20.0, 10, 10, 0])).tolist() == [10, 0, 0, -10]
     std = gtpo.group_advantages(torch.tensor([20.0, 10, 10, 0]), scale="std")
     torch.testing.assert_close(std, torch.tensor([1.22473, 0, 0, -1.22473]), atol=2e-5, rtol=0)
