@@ -187,14 +187,14 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):                                                           # in float32, whatever x is
-        exact = x.float()                                                           # F.rms_norm is slower in training on a CPU
-        return self.weight * (exact * torch.rsqrt((exact * exact).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
 
 
 def rotate(x, cos, sin):
     """Rotary embedding. Channel i pairs with channel i + D/2, as Hugging Face stores q_proj and k_proj (not with its neighbour).
     The first half of the channels turns with a minus sign, which `sin` carries."""
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)               # (B, H, T, D)
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((b, a), dim=-1) * sin).to(x.dtype)                  # (B, H, T, D)
 
 
 class Attention(nn.Module):

@@ -73,7 +73,7 @@ class TrainConfig:
     sft_max_tokens: int = 1024          # demonstrations (prompt and solution) longer than this or than the model's window are skipped
 
     # reinforcement learning
-    steps: int = 150                    # updates of the policy, one per rollout unless updates_per_rollout is larger
+    steps: int = 130                    # updates of the policy, one per rollout unless updates_per_rollout is larger
     prompts_per_step: int = 16          # prompts per step over all processes; must be divisible by their number
     group_size: int = 8                 # G, completions per prompt
     max_prompt_tokens: int = 64         # longer prompts are skipped and counted, never cut
