@@ -181,7 +181,7 @@ def conflict_work(P, G, L, device):
 
 # ---- measuring --------------------------------------------------------------------------------------------------------------------------------
 
-def best_seconds(versions, device, rounds=5, budget=8, least=2):
+def best_seconds(versions, device, rounds=5, budget=6, least=2):
     """Best time of each version (a dict of functions), in seconds. They take turns, up to `rounds` times or until `budget` seconds are spent."""
     best, began = {}, time.perf_counter()
     for done in range(rounds):

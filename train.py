@@ -10,7 +10,8 @@ Trains a policy with GTPO, GRPO or SFT alone: one plain loop, on one CPU or on m
     python train.py --help                                      every setting; a TOML file sets any of them, flags win
 
 Each step: sample a group of completions for every prompt, reward them, turn rewards into advantages and per-token weights, take one
-gradient step. Output goes to out/NAME/: config.toml, metrics.jsonl (one line a step), ckpt.pt, model/ in Hugging Face format.
+gradient step. Output goes to out/NAME/: config.toml, metrics.jsonl (one line a step), ckpt.pt, model/ in Hugging Face format (with LoRA: adapter/
+in PEFT's); beside them init/ or sft/, where a run began, heldout.jsonl, problems held out of a file, and lock, empty.
 
 Exit code: 0; 2 for a mistake or a fault, with one message; 130 or 143 when Ctrl-C or SIGTERM stopped the run: it ends its step, saves,
 and continues with --resume (a second signal ends it at once). torchrun restarts a process that a signal stopped, as after any other
@@ -158,8 +159,8 @@ def check_config(c, world_size):
         raise ValueError("merge: there is no adapter to merge; give --lora_rank or --adapter")
     if c.updates_per_rollout > 1 and c.algo == "gtpo":
         raise ValueError("updates_per_rollout: GTPO has no clipping and takes one update per rollout; use --algo=grpo for more")
-    for name in ("prompts_per_step", "sft_batch_size"):
-        if getattr(c, name) % world_size:
+    for name, used in (("prompts_per_step", c.algo != "sft"), ("sft_batch_size", c.sft_steps)):
+        if used and getattr(c, name) % world_size:
             raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {world_size} processes; choose a multiple of {world_size}")
     if not re.fullmatch(r"[\w.+-]+", c.name) or c.name.startswith("."):
         raise ValueError(f"name={c.name!r}: use letters, digits, '-', '_', '+' and '.'; the folder is chosen with --out_dir")
