@@ -595,7 +595,8 @@ def test_kept_is_what_the_loss_keeps(small, tmp_path, monkeypatch):
 
 def test_time_of_the_first_step_is_without_the_evaluation(small, tmp_path, monkeypatch):
     real = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *a, **k: time.sleep(2) or real(*a, **k))
+    waits = [2, 0]                                                                  # seconds, before and after RL
+    monkeypatch.setattr(train, "evaluate", lambda *a, **k: time.sleep(waits.pop(0)) or real(*a, **k))
     run(tmp_path, *small, "--sft_steps=0", "--steps=1")
     row = metrics(tmp_path / "out/arithmetic")[1]
     assert row["sample_seconds"] <= row["seconds"] < 2
