@@ -402,7 +402,7 @@ def test_hostile_answers_are_wrong_and_fast(text):
     if " 5" not in text: assert not answers_equal(text, "4")
     assert accuracy_reward(text, "4") == 0 and accuracy_reward(FULL.format(text), "4") == 0 and format_reward(text) == 0
     extract_answer(text)
-    assert time.process_time() - begin < 0.2
+    assert time.process_time() - begin < 2                                        # seconds; what this guards against takes minutes
 
 
 def test_any_text_is_read_in_time():
@@ -415,7 +415,7 @@ def test_any_text_is_read_in_time():
         answers_equal(text, "4"); accuracy_reward(FULL.format(text), "4"); extract_answer(text); format_reward(text)
         slowest = max(slowest, time.process_time() - begin)
         assert equal(text, "4") in (True, False)
-    assert slowest < 0.5
+    assert slowest < 2
 
 
 def test_the_table_prints(capsys):
