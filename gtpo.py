@@ -191,8 +191,9 @@ def kl_penalty(logps, ref_logps, mask):
 
 
 def gtpo_loss(logps, ids, mask, advantages, entropy, initial_entropy, old_logps=None, gamma=0.1, **switches):
-    """GTPO's loss -J of a group in one call (train.py takes the weights and surrogate_loss apart), averaged over groups if there are leading dimensions; no clipping, no KL. logps, ids, mask, old_logps
-    (..., G, L), advantages, entropy (..., G), initial_entropy a number; switches as in gtpo_weights -> scalar."""
+    """GTPO's loss -J of a group in one call, averaged over groups if there are leading dimensions; no clipping, no KL. (train.py takes the
+    weights and surrogate_loss apart.) logps, ids, mask, old_logps (..., G, L), advantages, entropy (..., G), initial_entropy a number;
+    switches as in gtpo_weights -> scalar."""
     weights = gtpo_weights(ids, mask, advantages, entropy, initial_entropy, gamma, **switches)
     return surrogate_loss(logps, weights, old_logps) / advantages.shape[:-1].numel()
 

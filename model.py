@@ -261,6 +261,11 @@ class GroupCache:
         room = min(64, max_new_tokens)                                              # doubled when it is full
         self.own_kv = [tuple(x.new_zeros(P, Hkv, group_size, room, D) for x in kv) for kv in prompt_kv]
         self.length = 0                                                             # own tokens so far
+        self.set_padding()
+
+    def set_padding(self):
+        Tp = self.prompt_kv[0][0].shape[2]
+        self.padding = torch.arange(Tp, device=self.prompt_lengths.device) >= self.prompt_lengths[:, None]          # (P, Tp)
 
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of the group (P', G'): finished completions leave the batch."""
@@ -269,20 +274,20 @@ class GroupCache:
         heads = torch.arange(self.own_kv[0][0].shape[1], device=prompts.device)[:, None]
         self.own_kv = [tuple(x[prompts[:, None, None], heads, members[:, None]] for x in kv) for kv in self.own_kv]
         self.prompt_lengths = self.prompt_lengths[prompts]
+        self.set_padding()
 
     def next_token(self, static=False):
         """Makes room for one more token per completion; sets its place and what it may not see. Returns its positions (P*G,).
         static: it attends to the whole buffer under the mask, so that shapes change only when the buffer grows (for torch.compile)."""
-        (P, _, G, room, _), Tp, device = self.own_kv[0][0].shape, self.prompt_kv[0][0].shape[2], self.prompt_lengths.device
+        (P, _, G, room, _), device = self.own_kv[0][0].shape, self.prompt_lengths.device
         if self.length == room:
             more = min(room, self.max_new_tokens - room)
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
             room += more
-        seen = room if static else self.length + 1                             # own keys that the products run over
+        seen = room if static else self.length + 1                                  # own keys that the products run over
         self.place = torch.tensor([self.length], device=device)
-        padding = torch.arange(Tp, device=device) >= self.prompt_lengths[:, None]   # (P, Tp)
-        future = (torch.arange(seen, device=device) > self.place).expand(P, -1)                                # (P, seen)
-        hidden = torch.cat((padding, future), dim=1)[:, None, None]                 # (P, 1, 1, Tp+seen)
+        future = (torch.arange(seen, device=device) > self.place).expand(P, -1)     # (P, seen)
+        hidden = torch.cat((self.padding, future), dim=1)[:, None, None]                 # (P, 1, 1, Tp+seen)
         self.bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)                   # adding is faster than masking
         self.length += 1
         return self.prompt_lengths.repeat_interleave(G) + self.place

@@ -1,5 +1,6 @@
 """Rewards: format, extraction, and the equality of answers, against hand-worked verdicts and brute force."""
 import cmath
+import gc
 import random
 import time
 from fractions import Fraction
@@ -390,22 +391,31 @@ PIECES = [
     "10^{", " 1/2", "٣", "½", "$", "%", "\\ ", "\\left(", "0"]
 
 
+@pytest.fixture
+def no_collection():
+    """Python's garbage collector walks all that earlier tests left, which takes longer than what is timed here."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("text", [
     "<answer>" + " " * 4000 + "5", "<reasoning>" + "</reasoning><answer>" * 1000, "9^{9^{9^{9}}}", "1e999999999",
     "\\frac{" * 60 + "1" + "}{x}" * 60, "x^{1+" * 190 + "}" * 190, "1 or " * 199 + "2", "\\boxed{1}, " * 3000, "\\boxed{1}, " * 80,
     "-1e-999999999", "9" * 6000, "9**9**9",
     "1/(1-1)", "{" * 5000, "{" * 499 + "5" + "}" * 499, "()",
      "\\frac{" * 150 + "1" + "}{2}" * 150, "0." + "0" * 900 + "1", " " * 997 + "5", "1" + "," * 900])
-def test_hostile_answers_are_wrong_and_fast(text):
+def test_hostile_answers_are_wrong_and_fast(text, no_collection):
     """Guards: nested lazy or white space quantifiers (a minute for 4,000 blanks), int() of huge exponents, eval, deep recursion."""
     begin = time.process_time()
     if " 5" not in text: assert not answers_equal(text, "4")
     assert accuracy_reward(text, "4") == 0 and accuracy_reward(FULL.format(text), "4") == 0 and format_reward(text) == 0
     extract_answer(text)
-    assert time.process_time() - begin < 2                                        # seconds; what this guards against takes minutes
+    assert time.process_time() - begin < 0.2
 
 
-def test_any_text_is_read_in_time():
+def test_any_text_is_read_in_time(no_collection):
     """Repeated and shuffled pieces of TeX, of 1,000 characters (parsed) and of 100,000 (compared as they stand): no exception, no delay."""
     rng, slowest = random.Random(0), 0.0
     texts = [(piece * 1000)[:n] for piece in PIECES for n in (999, 100_000)]
@@ -415,7 +425,7 @@ def test_any_text_is_read_in_time():
         answers_equal(text, "4"); accuracy_reward(FULL.format(text), "4"); extract_answer(text); format_reward(text)
         slowest = max(slowest, time.process_time() - begin)
         assert equal(text, "4") in (True, False)
-    assert slowest < 2
+    assert slowest < 0.5
 
 
 def test_the_table_prints(capsys):
