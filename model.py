@@ -194,7 +194,7 @@ def rotate(x, cos, sin):
     """Rotary embedding. Channel i pairs with channel i + D/2, as Hugging Face stores q_proj and k_proj (not with its neighbour).
     The first half of the channels turns with a minus sign, which `sin` carries."""
     a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((b, a), dim=-1) * sin).to(x.dtype)                  # (B, H, T, D)
+    return (x * cos + torch.cat((b, a), dim=-1) * sin).to(x.dtype)                  # (B, T, H, D)
 
 
 class Attention(nn.Module):
@@ -211,10 +211,10 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x, cos, sin, attend):
-        q = self.q_norm(self.q_proj(x).unflatten(2, (-1, self.head_dim))).transpose(1, 2)       # (B, Hq, T, D)
-        k = self.k_norm(self.k_proj(x).unflatten(2, (-1, self.head_dim))).transpose(1, 2)       # (B, Hkv, T, D)
-        v = self.v_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)                    # (B, Hkv, T, D)
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)                                 # (B, Hq, T, D)
+        q = self.q_norm(self.q_proj(x).unflatten(2, (-1, self.head_dim)))           # (B, T, Hq, D)
+        k = self.k_norm(self.k_proj(x).unflatten(2, (-1, self.head_dim)))           # (B, T, Hkv, D)
+        v = self.v_proj(x).unflatten(2, (-1, self.head_dim))                        # (B, T, Hkv, D)
+        y = attend(rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2))    # (B, Hq, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))                            # (B, T, H)
 
 
@@ -264,8 +264,13 @@ class GroupCache:
         self.set_padding()
 
     def set_padding(self):
-        Tp = self.prompt_kv[0][0].shape[2]
-        self.padding = torch.arange(Tp, device=self.prompt_lengths.device) >= self.prompt_lengths[:, None]          # (P, Tp)
+        (P, Hkv, Tp, _), device = self.prompt_kv[0][0].shape, self.prompt_lengths.device
+        padding = torch.arange(Tp, device=device) >= self.prompt_lengths[:, None]                                   # (P, Tp)
+        self.prompt_bias = self.bias(padding).repeat_interleave(Hkv, dim=0)[:, None]                                # (P*Hkv, 1, Tp)
+
+    def bias(self, hidden):
+        """What is added to scores: minus infinity where a key is hidden."""
+        return torch.zeros_like(hidden, dtype=self.own_kv[0][0].dtype).masked_fill_(hidden, -math.inf)
 
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of the group (P', G'): finished completions leave the batch."""
@@ -278,36 +283,32 @@ class GroupCache:
 
     def next_token(self, static=False):
         """Makes room for one more token per completion; sets its place and what it may not see. Returns its positions (P*G,).
-        static: it attends to the whole buffer under the mask, so that shapes change only when the buffer grows (for torch.compile)."""
-        (P, _, G, room, _), device = self.own_kv[0][0].shape, self.prompt_lengths.device
-        if self.length == room:
+        static: it attends to the whole buffer and the place is a tensor, so that nothing changes until the buffer grows (for torch.compile)."""
+        (_, _, G, room, _), device, t = self.own_kv[0][0].shape, self.prompt_lengths.device, self.length
+        if t == room:
             more = min(room, self.max_new_tokens - room)
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
             room += more
-        seen = room if static else self.length + 1                                  # own keys that the products run over
-        self.place = torch.tensor([self.length], device=device)
-        future = (torch.arange(seen, device=device) > self.place).expand(P, -1)     # (P, seen)
-        hidden = torch.cat((self.padding, future), dim=1)[:, None, None]                 # (P, 1, 1, Tp+seen)
-        self.bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)                   # adding is faster than masking
+        self.place = torch.tensor([t], device=device) if static else slice(t, t + 1)
+        self.own_bias = self.bias(torch.arange(room if static else t + 1, device=device) > t)[None, None]           # (1, 1, seen)
         self.length += 1
-        return self.prompt_lengths.repeat_interleave(G) + self.place
+        return self.prompt_lengths.repeat_interleave(G) + t
 
     def attend(self, layer, q, k, v):
         """One new token per completion: q (P*G, Hq, 1, D), k and v (P*G, Hkv, 1, D) -> (P*G, Hq, 1, D). Scores of the prompt's keys are one
         product for the whole group, those of the own keys one for each completion; the softmax is over both."""
         (prompt_k, prompt_v), (own_k, own_v) = self.prompt_kv[layer], self.own_kv[layer]
-        (P, Hkv, G, _, D), Tp, R = own_k.shape, prompt_k.shape[2], q.shape[1] // own_k.shape[1]                     # R query heads to a key head
-        seen = self.bias.shape[-1] - Tp
+        (P, Hkv, G, _, D), Tp, seen = own_k.shape, prompt_k.shape[2], self.own_bias.shape[2]
+        R, scale = q.shape[1] // Hkv, D ** -0.5                                     # R query heads to a key head
         for own, new in ((own_k, k), (own_v, v)):
-            own.index_copy_(3, self.place, new.reshape(P, G, Hkv, 1, D).transpose(1, 2))
-        own_k, own_v = (own.flatten(0, 2)[:, :seen] for own in (own_k, own_v))                                 # (P*Hkv*G, seen, D)
-        q = q.reshape(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D) / math.sqrt(D)
-        prompt_scores = (q @ prompt_k.flatten(0, 1).mT).view(P, Hkv, G * R, Tp)
-        own_scores = (q.reshape(-1, R, D) @ own_k.mT).view(P, Hkv, G * R, seen)
-        scores = torch.cat((prompt_scores, own_scores), dim=-1) + self.bias                                        # (P, Hkv, G*R, Tp+seen)
-        probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
-        y = probs[..., :Tp].flatten(0, 1) @ prompt_v.flatten(0, 1)                  # (P*Hkv, G*R, D)
-        y = torch.baddbmm(y.view(-1, R, D), probs[..., Tp:].reshape(-1, R, seen), own_v)                        # (P*Hkv*G, R, D)
+            own[:, :, :, self.place] = new.reshape(P, G, Hkv, 1, D).transpose(1, 2)
+        own_k, own_v = (own.flatten(0, 2)[:, :seen] for own in (own_k, own_v))      # (P*Hkv*G, seen, D)
+        q = q.reshape(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D)
+        prompt_scores = torch.baddbmm(self.prompt_bias, q, prompt_k.flatten(0, 1).mT, alpha=scale).view(-1, R, Tp)  # (P*Hkv*G, R, Tp)
+        own_scores = torch.baddbmm(self.own_bias, q.reshape(-1, R, D), own_k.mT, alpha=scale)                          # (P*Hkv*G, R, seen)
+        probs = torch.cat((prompt_scores, own_scores), dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+        y = probs[..., :Tp].reshape(P * Hkv, G * R, Tp) @ prompt_v.flatten(0, 1)    # (P*Hkv, G*R, D)
+        y = torch.baddbmm(y.view(-1, R, D), probs[..., Tp:], own_v)                 # (P*Hkv*G, R, D)
         return y.view(P, Hkv, G, R, D).transpose(1, 2).reshape(P * G, Hkv * R, 1, D)
 
 
@@ -343,7 +344,7 @@ class GPT(nn.Module):
         """input_ids and positions (B, T) -> last hidden states (B, T, H). attend(layer, q, k, v) -> (B, Hq, T, D)."""
         if self.rope_freq.device != positions.device:
             self.rope_freq = self.rope_freq.to(positions.device)
-        angles = (positions[..., None].float() * self.rope_freq).repeat(1, 1, 2)[:, None]                           # (B, 1, T, D)
+        angles = (positions[..., None].float() * self.rope_freq).repeat(1, 1, 2)[:, :, None]                        # (B, T, 1, D)
         cos, sin = angles.cos(), angles.sin()
         sin[..., : sin.shape[-1] // 2].neg_()                                       # see rotate()
         x = self.model.embed_tokens(input_ids)                                      # (B, T, H)
@@ -406,9 +407,14 @@ class GPT(nn.Module):
         seen_own = (own[:, None] >= own).expand(N, 1, L - 1, L - 1)
         mask = torch.cat((seen_prompt.expand(N, 1, L - 1, Tp), seen_own), dim=-1)   # (N, 1, L-1, Tp+L-1)
 
+        which = prompt_of[:, None] == torch.arange(len(prompt_ids), device=device)  # (N, P) indexing as a product: the gradient is one, too,
+
+        def after_prompt(prompt_x, x):                                              # which is faster than that of an index
+            return torch.cat(((which.to(x.dtype) @ prompt_x.flatten(1)).view(N, *prompt_x.shape[1:]), x), dim=2)    # (N, Hkv, Tp+L-1, D)
+
         def attend(layer, q, k, v):
             prompt_k, prompt_v = prompt_kv[layer]
-            return attention(q, torch.cat((prompt_k[prompt_of], k), dim=2), torch.cat((prompt_v[prompt_of], v), dim=2), mask)
+            return attention(q, after_prompt(prompt_k, k), after_prompt(prompt_v, v), mask)
 
         rest = self.hidden_states(completion_ids[:, :-1], prompt_lengths[prompt_of, None] + own, attend)             # (N, L-1, H)
         return torch.cat((first, rest), dim=1)

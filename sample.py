@@ -99,7 +99,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
         raise ValueError(f"sample: noise has shape {tuple(noise.shape)}, {P} prompts, {G} completions and {L} tokens ask for {(P, G, L)}")
     noise = noise.to(device).reshape(P * G, L)
     eos = torch.tensor(list(eos_ids), dtype=torch.long, device=device)
-    flat = {name: getattr(out, name).view(P * G, L) for name in ("ids", "mask", "logps", "entropy")}
+    flat = {name: getattr(out, name).view(P * G, L) for name in ("ids", "logps", "entropy")}
 
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     prompt_ids = torch.zeros(P, int(lengths.max()), dtype=torch.long)
@@ -112,7 +112,6 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
 
     at_once = max(1, DRAW_ELEMENTS // c.vocab_size)                                 # rows whose logits are alive at a time
     rows = torch.arange(P * G, device=device).view(P, G)                            # which completion each row of the batch is
-    alive = torch.ones(P * G, dtype=torch.bool, device=device)                      # no end token yet
     for t in range(L):
         for row, h in zip(rows.flatten().split(at_once), hidden.split(at_once)):    # (b,), (b, H)
             logits = F.linear(h, model.head_weight).float()                         # (b, V)
@@ -126,16 +125,13 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                 ids = draw(restrict(logps, top_k, top_p).softmax(-1), noise[row, t])
             else:
                 ids = draw(probs, noise[row, t])                                    # (b,)
-            active = alive[row]                                                     # (b,)
-            flat["ids"][row, t] = ids * active
-            flat["mask"][row, t] = active
-            flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0] * active
-            flat["entropy"][row, t] = -(probs * logps.clamp(min=-1e4)).sum(-1) * active         # clamped: 0 * -inf would be nan
-            alive[row] = active & ~torch.isin(ids, eos)
+            flat["ids"][row, t] = ids
+            flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0]
+            flat["entropy"][row, t] = -(probs * logps.clamp(min=-1e4)).sum(-1)      # clamped: 0 * -inf would be nan
         if t + 1 == L:
             break
         if t % 4 == 3 and len(eos):                                                 # looking makes a GPU wait, so not at every token
-            keep = alive[rows]                                                      # (P', G')
+            keep = ~torch.isin(flat["ids"][rows, : t + 1], eos).any(-1)             # (P', G') no end token yet
             if not keep.any():
                 break
             members = max(int(keep.sum(1).max()), min(2, keep.shape[1]))            # never down to one: a size of 1 is compiled anew
@@ -145,9 +141,12 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                 rows = rows[prompts_left[:, None], order]
                 cache.select(prompts_left, order)
         hidden = model.decode(flat["ids"][rows.flatten(), t], cache)                # (B, H)
-    out.finished = ~alive.view(P, G)
     if not out.logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, or training has diverged")
+    ended = torch.isin(out.ids, eos)                                                # (P, G, L)
+    out.finished, out.mask = ended.any(-1), ended.cumsum(-1) - ended.long() == 0    # up to the first end token; what was drawn after it goes
+    for x in (out.ids, out.logps, out.entropy):
+        x.masked_fill_(~out.mask, 0)
     return out
 
 

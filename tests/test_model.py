@@ -372,7 +372,7 @@ def test_bfloat16_keeps_positions_apart(monkeypatch):
     monkeypatch.setattr(model_py, "rotate", lambda x, cos, sin: seen.append((cos, sin)) or rotate(x, cos, sin))
     with torch.no_grad():
         assert model(torch.zeros(1, 260, dtype=torch.long)).dtype == torch.bfloat16
-    cos, sin = (t[0, 0].double() for t in seen[0])                                  # (260, 6)
+    cos, sin = (t[0, :, 0].double() for t in seen[0])                                  # (260, 6)
     angles = torch.arange(260, dtype=torch.float64)[:, None] * (1000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)).repeat(2)
     signed_sin = angles.sin() * torch.tensor([-1.0, -1, -1, 1, 1, 1])
     assert (cos - angles.cos()).abs().max() < 1e-3 and (sin - signed_sin).abs().max() < 1e-3
@@ -399,7 +399,7 @@ def test_padding_never_gives_nan_and_reaches_nobody(path, monkeypatch):
     logits = model(ids, attention_mask=mask)
     assert logits.isfinite().all()
     for row, first in ((0, 2), (1, 0)):                                             # the first real token has position 0, the next 1
-        torch.testing.assert_close(turns[0][row, 0, first:first + 2, 0], torch.tensor([0.0, -math.sin(1)]))
+        torch.testing.assert_close(turns[0][row, first:first + 2, 0, 0], torch.tensor([0.0, -math.sin(1)]))
     other = model(torch.where(mask.bool(), ids, 5), attention_mask=mask)            # other ids under the padding
     torch.testing.assert_close(logits[mask.bool()], other[mask.bool()])
     torch.testing.assert_close(logits[0, 2:], model(ids[:1, 2:])[0], atol=1e-5, rtol=1e-5)
