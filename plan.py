@@ -58,6 +58,7 @@ class Plan:
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.e, self.r = 2 if bf16 else 4, 2 if bf16 and rank else 4
         self.casts = bf16 and self.full                                             # autocast copies every float32 weight it uses
+        self.one_pass = self.full and not bf16 and c.updates_per_rollout == 1 and not (c.algo == "grpo" and c.beta)    # see token_logps
         self.processes, self.prompts = processes, max(1, c.prompts_per_step // processes)
 
     def state(self):
@@ -106,10 +107,11 @@ class Plan:
         x = {"activations": layers * (kept_prompt + kept_own) + outside, "copies": copies,
              "direction": N * L * H * (e + 2 * self.r),                             # and the hidden states it belongs to
              "logits": block * 2 + (block // 2 if e < 4 else 0) + (2 * V * H if self.casts else 0),
-             "backward": head + max(own["backward"] + again, rows * (N * L * (4 + (e < 4) * 2) + H * e) * self.full),
+             "backward": head + max(own["backward"] + again, rows * (N * L * (4 + (e < 4) * 2) + H * e) * (self.full and not self.one_pass)),
              "turn": layers * kept_prompt + outside + turn + kv + waiting}
         held = 0 if again else copies                                               # made again with the layer, or there for backward
-        x["peak"] = max(x["activations"] + max(copies + x["direction"] + x["logits"], held + x["backward"]), held + x["turn"])
+        logits = x["logits"] + head * self.one_pass                                 # the head's gradient is there when the forward pass ends
+        x["peak"] = max(x["activations"] + max(copies + x["direction"] + logits, held + x["backward"]), held + x["turn"])
         return x
 
     def shapes(self):
@@ -158,7 +160,7 @@ class Plan:
         tokens, attention = runs * Tp + N * (L - 1), pair * (runs * Tp * Tp + N * (L - 1) * (Tp + L - 1))
         forward = linear * tokens + attention
         weights = 2 * (self.linear if self.full else adapters) * tokens             # their gradients; frozen ones have none
-        training = forward * (2 + c.checkpointing) + attention + weights + head * (4 if self.full else 2)
+        training = forward * (2 + c.checkpointing) + attention + weights + head * (4 - self.one_pass if self.full else 2)
         return {"sampling": sampling, "training": training}
 
     def peak(self):

@@ -52,8 +52,9 @@ def given_rollouts(kind, processes):
 @pytest.mark.parametrize("kind, flags", [
     (UNEQUAL, ["--algo=gtpo"]), (HALF_FILTERED, ["--algo=gtpo"]), (UNEQUAL, ["--algo=grpo", "--beta=0.1", "--updates_per_rollout=2"])])
 def test_update_is_the_same_for_any_number_of_processes_and_micro_batches(small, tmp_path, kind, flags):
-    """One SFT and two RL steps with the rollouts given; all parameters, and all gradients relative to the largest, to 1e-6 in float32.
-    Adam divides a gradient by its own size, so rounding shows most where it is almost 0, in proportion to the learning rate: 1e-4 here."""
+    """One SFT and two RL steps with the rollouts given; all parameters, and the first gradient relative to its largest number, to 1e-6 in float32.
+    Adam divides a gradient by its own size, so rounding shows most where it is almost 0, in proportion to the learning rate: 1e-4 here. Later
+    gradients, of the fifth update at most, are taken at parameters that differ by rounding already: 2e-6."""
     runs = {}
     for processes in (1, 2, 4):
         for micro_tokens in (10**6, 60):
@@ -69,9 +70,9 @@ def test_update_is_the_same_for_any_number_of_processes_and_micro_batches(small,
     print(f"\n{kind}, {' '.join(flags)}\nprocesses  micro-batches  largest difference of any parameter  of any gradient / the largest")
     for (processes, micro_tokens), (other, other_gradients, other_rows) in runs.items():
         difference = largest_difference(other, one)
-        relative = max(((g - h).abs().max() / h.abs().max()).item() for g, h in zip(other_gradients, gradients, strict=True))
-        print(f"{processes:9}  {'one' if micro_tokens > 100 else 'several':>13}  {difference:35.1e}  {relative:29.1e}")
-        assert difference < 1e-6 and relative < 1e-6
+        relative = [((g - h).abs().max() / h.abs().max()).item() for g, h in zip(other_gradients, gradients, strict=True)]
+        print(f"{processes:9}  {'one' if micro_tokens > 100 else 'several':>13}  {difference:35.1e}  {max(relative):29.1e}")
+        assert difference < 1e-6 and relative[0] < 1e-6 and max(relative) < 2e-6
         for row, expected in zip(other_rows, rows, strict=True):
             for key in ("loss", "grad_norm", "tokens", "lr"):
                 assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key

@@ -508,6 +508,36 @@ def test_token_logps_gradients(small, trained, chunk_size, temperature):
     assert torch.autograd.gradcheck(lambda h, W: gtpo.token_logps(h, W, ids, temperature, chunk_size)[0], (hidden, head))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_head_gradient_in_one_pass(small, dtype, chunk_size, temperature):
+    """With d loss / d logps known beforehand the gradients are the same, in three products a chunk. What arrives counts: another gradient, and a
+    second backward pass, are served by a second look, and what was given away is never changed."""
+    hidden, head, ids = (x.to(dtype) if x.is_floating_point() else x for x in small)
+    weights = torch.tensor([1.0, -2, 0, 0.5, 0, 3, -1], dtype=dtype)
+    expected = torch.autograd.grad((whole(hidden.requires_grad_(), head.requires_grad_(), ids, temperature)[0] * weights).sum(), (hidden, head))
+    for other in (1, 2):  # 2: not the gradient that was announced
+        with Largest() as largest:
+            logps, _ = gtpo.token_logps(hidden, head, ids, temperature, chunk_size, grad_logps=weights)
+            first = torch.autograd.grad((logps * weights).sum() * other, (hidden, head), retain_graph=True)
+        torch.testing.assert_close(first, tuple(other * e for e in expected))
+        chunks = -(-7 // chunk_size)
+        assert largest.products == 3 * chunks if other == 1 else largest.products > 3 * chunks
+        first[1].zero_()
+        torch.testing.assert_close(torch.autograd.grad((logps * weights).sum(), (hidden, head)), expected)
+    (alone,) = torch.autograd.grad((gtpo.token_logps(hidden.detach(), head, ids, temperature, chunk_size, weights)[0] * weights).sum(), head)
+    torch.testing.assert_close(alone, expected[1])
+
+
+def test_one_pass_is_for_full_precision(small):
+    """In bfloat16 the chunks' products would be rounded one by one: the gradient is that without the hint, bit for bit."""
+    hidden, head, ids = small[0].bfloat16(), small[1].float().requires_grad_(), small[2]
+    gradients = [torch.autograd.grad(gtpo.token_logps(hidden, head, ids, chunk_size=2, grad_logps=hint)[0].sum(), head)[0]
+                 for hint in (None, torch.ones(7))]
+    assert torch.equal(*gradients)
+
+
 def test_token_logps_by_hand():
     """Guards: sampling at one temperature and scoring at another; log-probs renormalised over the kept ids; log-probs one token off."""
     one = lambda logits, id, T=1.0: [x.item() for x in gtpo.token_logps(torch.ones(1, 1), torch.tensor(logits)[:, None], torch.tensor([id]), T)]
@@ -571,15 +601,16 @@ def test_float32_softmax_of_bf16_logits():
     assert logps.item() == pytest.approx(-math.log(4096), abs=1e-5) and entropy.item() == pytest.approx(math.log(4096), abs=1e-4)
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("N", [1, 64])
-def test_logits_are_never_all_alive(monkeypatch, N):
+def test_logits_are_never_all_alive(monkeypatch, N, known):
     """Guards: for few tokens the blocks of the vocabulary are long, and a second head gradient is alive beside the first."""
     monkeypatch.setattr(gtpo, "CHUNK_ELEMENTS", 4096)
     hidden, head = torch.randn(N, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     ids = torch.randint(0, 1000, (N,))
     with Largest() as largest:
-        gtpo.token_logps(hidden, head, ids)[0].sum().backward()
-    assert largest.product <= 4096  # all logits of 64 tokens would be 64,000, the head's gradient is 8,000
+        gtpo.token_logps(hidden, head, ids, grad_logps=torch.ones(N) if known else None)[0].sum().backward()
+    assert largest.product <= (8000 if known else 4096)  # all logits of 64 tokens would be 64,000; the head's gradient is 8,000, added up in place
     assert largest.elements <= head.numel()
     assert head.grad.shape == head.shape and hidden.grad.shape == hidden.shape
 
@@ -594,13 +625,15 @@ def test_only_the_products_that_are_needed():
     assert frozen.products == 6  # logits and direction of each chunk; backward adds none
 
 
-def test_token_of_weight_zero_spreads_nothing():
+@pytest.mark.parametrize("known", [False, True])
+def test_token_of_weight_zero_spreads_nothing(known):
     """Guards: 0 * nan in backward, when a position that takes no part in the loss holds junk."""
     hidden, head = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
     hidden[1] = NAN
     hidden.requires_grad_()
-    logps, _ = gtpo.token_logps(hidden, head, torch.tensor([1, 2, 3]))
-    gtpo.surrogate_loss(logps, torch.tensor([1.0, 0, -1])).backward()
+    weights = torch.tensor([1.0, 0, -1])
+    logps, _ = gtpo.token_logps(hidden, head, torch.tensor([1, 2, 3]), grad_logps=-weights if known else None)
+    gtpo.surrogate_loss(logps, weights).backward()
     assert hidden.grad.isfinite().all() and head.grad.isfinite().all() and not hidden.grad[1].any()
 
 
@@ -623,6 +656,8 @@ def test_bad_token_logps():
     for shapes in ((hidden, head[:, :3], torch.tensor([0, 1])), (hidden, head, torch.tensor([0])), (hidden[None], head, torch.tensor([[0, 1]]))):
         with pytest.raises(ValueError, match=r"need \(N, H\)"):
             gtpo.token_logps(*shapes)
+    with pytest.raises(ValueError, match=r"grad_logps \(3,\): need one number for each of the 2 tokens"):
+        gtpo.token_logps(hidden, head, torch.tensor([0, 1]), grad_logps=torch.ones(3))
 
 
 def test_old_logps_of_an_unchanged_policy_give_ratio_one():

@@ -23,7 +23,7 @@ def settings(**changes):
     """What plan.py reads of TrainConfig."""
     return SimpleNamespace(**{**dict(
         model="toy", algo="gtpo", dtype="float32", device="cpu", adapter="", lora_rank=0, lora_targets=SEVEN, checkpointing=False, zero=False,
-        beta=0.0, prompts_per_step=2, group_size=4, max_prompt_tokens=64, max_new_tokens=48, micro_tokens=256), **changes})
+        beta=0.0, updates_per_rollout=1, prompts_per_step=2, group_size=4, max_prompt_tokens=64, max_new_tokens=48, micro_tokens=256), **changes})
 
 
 def config(layers, hidden, ff, vocab, heads, kv_heads, tied=True):
@@ -65,7 +65,8 @@ def micro_batch(model, c, P, Tp, N, L):
 
     def logps():
         hidden = model.completion_hidden(prompts, lengths, ids, prompt_of)
-        return token_logps(hidden[mask], model.head_weight, ids[mask])[0]
+        known = torch.ones(N * L) if c.updates_per_rollout == 1 else None
+        return token_logps(hidden[mask], model.head_weight, ids[mask], grad_logps=known)[0]
 
     with torch.autocast("cpu", torch.bfloat16, enabled=c.dtype == "bfloat16"):
         out = logps()
@@ -123,12 +124,13 @@ def test_memory_of_sampling(tokens):
     assert 0.9 < planned / measured < 1.1
 
 
-@pytest.mark.parametrize("rank, checkpointing, tolerance", [(0, False, 1e-9), (0, True, 0.07), (8, False, 0.04), (8, True, 0.04)])
-def test_arithmetic_is_what_torch_counts(rank, checkpointing, tolerance):
+@pytest.mark.parametrize("rank, checkpointing, updates, tolerance", [(0, False, 1, 1e-9), (0, False, 2, 1e-9), (0, True, 1, 0.07),
+                                                                     (8, False, 1, 0.04), (8, True, 1, 0.04)])
+def test_arithmetic_is_what_torch_counts(rank, checkpointing, updates, tolerance):
     """torch leaves out the attention kernel, counted here: 4 x width for each pair, forward once or twice, backward twice. The plan leaves out
     the products that give each completion its prompt's keys and values. Checkpointing skips the last product of a layer; with LoRA nothing
     flows into the first layer's base."""
-    m, c = config(3, 128, 320, 512, 4, 2), settings(lora_rank=rank, checkpointing=checkpointing)
+    m, c = config(3, 128, 320, 512, 4, 2), settings(lora_rank=rank, checkpointing=checkpointing, updates_per_rollout=updates)
     model = make_model(m, c)
     with FlopCounterMode(display=False) as counter:
         for _ in range(2):                                                          # 256 tokens: one prompt of 64 and its 4 completions of 48

@@ -22,6 +22,7 @@ import torch
 import torch._dynamo  # noqa: F401 (the optimizer imports it, for a second: once here, not in each fork)
 
 import eval as eval_command
+import gtpo
 import run as run_py
 import train
 from data import Problem, demonstration, held_out, load_problems
@@ -387,6 +388,16 @@ def test_size_of_micro_batches_does_not_matter(finished):
     cwd, _ = finished
     run(cwd, "--name=micro", "--micro_tokens=40")
     assert_learned_the_same(cwd, "micro")
+
+
+def test_the_head_is_looked_at_once(small, tmp_path):
+    """d loss / d logps as announced to token_logps is what arrives, bit for bit, in the warm-up and in RL: no second look at the logits."""
+    def change(rank):
+        gtpo.head_gradient = None                                                   # a call would end the run
+    for algo in ("gtpo", "grpo"):
+        finish(tmp_path, start(tmp_path, [*small, f"--algo={algo}", f"--name={algo}", "--sft_steps=2", "--steps=2", "--updates_per_rollout=1",
+                                          "--beta=0", "--micro_tokens=100"], change=change))
+        assert sum("loss" in row for row in metrics(tmp_path / f"out/{algo}")) == 4
 
 
 def test_grpo_with_kl_and_several_updates_runs(finished):
