@@ -268,7 +268,7 @@ class TokenLogps(torch.autograd.Function):
             torch.log_softmax(z, -1, out=logp)  # (n, V)
             logps[rows] = logp.gather(-1, token)[:, 0]
             if logsumexp is not None:
-                logsumexp[rows] = z.amax(-1) - logp.amax(-1)
+                logsumexp[rows] = z.gather(-1, token)[:, 0] - logps[rows]
             p = torch.exp(logp, out=z)  # (n, V)
             logp.clamp_(min=-1e4)  # p is 0 there, and 0 * -inf would be nan
             entropy[rows] = -logp.mul_(p).sum(-1)  # (departs: 8)
@@ -278,7 +278,7 @@ class TokenLogps(torch.autograd.Function):
                 direction[rows].div_(-temperature)
             if one_pass:  # += grad (onehot - p)^T @ hidden / T
                 grad = ctx.expected[rows, None]  # (n, 1)
-                p[grad[:, 0] == 0] = 0  # a nan under weight 0 stays there
+                p.index_fill_(0, (grad[:, 0] == 0).nonzero()[:, 0], 0)  # a nan under weight 0 stays there
                 scaled = torch.where(grad != 0, grad / -temperature * hidden[rows], 0)  # (n, H)
                 torch.addmm(ctx.grad_head, p.t(), scaled, out=ctx.grad_head)
         ctx.mark_non_differentiable(entropy)
