@@ -134,7 +134,7 @@ def backward(model, prompts, ids, weights, ours):
     total, prompt_of, rows = 0.0, [p for p in range(P) for _ in range(G)], ids.flatten(0, 1).tolist()
     for micro in micro_batches([len(prompt) for prompt in prompts], [L] * P * G, prompt_of, TrainConfig.micro_tokens):
         w = weights.flatten(0, 1)[micro].flatten()
-        logps = completion_logps(model, prompts, [rows[i] for i in micro], [prompt_of[i] for i in micro], grad_logps=-w)
+        logps = completion_logps(model, prompts, [rows[i] for i in micro], [prompt_of[i] for i in micro], expected_grad=-w)
         loss = surrogate_loss(logps, w)
         loss.backward()
         total += loss.item()
@@ -166,7 +166,7 @@ def loss_work(ours, G, L, H, V, train_head, autocast, device):
     def work():
         for h, o, w in [(hidden, ids, weights)] if ours else zip(hidden.split(L), ids.split(L), weights.split(L)):
             with autocast:
-                logps, _ = token_logps(h, head, o, grad_logps=-w) if ours else full_logits(h, head, o)
+                logps, _ = token_logps(h, head, o, expected_grad=-w) if ours else full_logits(h, head, o)
             surrogate_loss(logps, w).backward()
         hidden.grad = head.grad = None
     return work

@@ -210,21 +210,21 @@ def grpo_loss(logps, mask, advantages, old_logps=None, ref_logps=None, beta=0.0,
 
 # ---- log-probs without the logits -------------------------------------------------------------------------------------------------------------
 
-def token_logps(hidden, head_weight, ids, temperature=1.0, chunk_size=None, grad_logps=None):
+def token_logps(hidden, head_weight, ids, temperature=1.0, chunk_size=None, expected_grad=None):
     """Log-probs of tokens, and entropies, under softmax(hidden @ head_weight.T / temperature), a few tokens at a time.
 
     hidden (N, H) float, row n predicts ids[n]; head_weight (V, H); ids (N,) -> logps (N,) with gradient, entropy (N,) nats without; float32
     (float64 for float64 hidden), computed in it from logits of hidden's dtype, or autocast's. chunk_size, in tokens, defaults to what makes
     a block of logits 64 MB: then 130 to 160 MB are needed beside the result, whatever N and V (autocast also copies a head of another dtype).
-    grad_logps (N,): d loss / d logps if it is known beforehand, -w_it when every ratio is 1. It saves the head's gradient a second look at the
-    logits (in float32; in bfloat16 the look costs less than adding up chunks). If another gradient arrives, that one counts.
+    expected_grad (N,): d loss / d logps if it is known beforehand, -w_it when every ratio is 1. In float32 and float64 the head's gradient is then
+    made in the same pass and kept, (V, H), until backward; elsewhere it is not used. If another gradient arrives, that one counts.
     ValueError: shapes do not fit, temperature is not above 0, an id outside the vocabulary (found on CPU only: on GPU the look would stall it,
     and gather stops there with a device assertion).
     """
     if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1] or ids.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, head_weight {tuple(head_weight.shape)}, ids {tuple(ids.shape)}: need (N, H), (V, H), (N,)")
-    if grad_logps is not None and grad_logps.shape != ids.shape:
-        raise ValueError(f"grad_logps {tuple(grad_logps.shape)}: need one number for each of the {len(ids)} tokens")
+    if expected_grad is not None and expected_grad.shape != ids.shape:
+        raise ValueError(f"expected_grad {tuple(expected_grad.shape)}: need one number for each of the {len(ids)} tokens")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a temperature above 0")
     V = head_weight.shape[0]
@@ -233,14 +233,14 @@ def token_logps(hidden, head_weight, ids, temperature=1.0, chunk_size=None, grad
         raise ValueError(f"ids[{n}] is {ids[n].item()}, outside the vocabulary of {V} rows of head_weight")
     if not torch.is_grad_enabled():  # inside an autograd.Function one cannot tell
         hidden, head_weight = hidden.detach(), head_weight.detach()
-    return TokenLogps.apply(hidden, head_weight, ids.long(), temperature, chunk_size or max(1, CHUNK_ELEMENTS // V), grad_logps)
+    return TokenLogps.apply(hidden, head_weight, ids.long(), temperature, chunk_size or max(1, CHUNK_ELEMENTS // V), expected_grad)
 
 
 class TokenLogps(torch.autograd.Function):
     """The work of token_logps. With z = hidden @ W.T / T and p = softmax(z):  d logp / d z = onehot(id) - p."""
 
     @staticmethod
-    def forward(ctx, hidden, head_weight, ids, temperature, chunk_size, expected):
+    def forward(ctx, hidden, head_weight, ids, temperature, chunk_size, expected_grad):
         N, V, device = hidden.shape[0], head_weight.shape[0], hidden.device
         autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype  # of the matrix products
@@ -249,8 +249,9 @@ class TokenLogps(torch.autograd.Function):
         direction = torch.empty_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None  # (N, H) d logp / d hidden
         logsumexp = torch.empty_like(logps) if ctx.needs_input_grad[1] else None
         W = head_weight.to(dtype)  # (V, H)
-        one_pass = ctx.needs_input_grad[1] and expected is not None and dtype == exact == head_weight.dtype
-        ctx.grad_head, ctx.expected = (torch.zeros_like(head_weight), expected.to(exact)) if one_pass else (None, None)  # (V, H), (N,)
+        # d loss / d W in the same pass: not in shorter types, where the chunks' products would be rounded one by one
+        one_pass = ctx.needs_input_grad[1] and expected_grad is not None and dtype == exact == head_weight.dtype
+        ctx.grad_head, ctx.expected_grad = (torch.zeros_like(head_weight), expected_grad.to(exact, copy=True)) if one_pass else (None, None)
 
         n = min(chunk_size, N)
         logits = torch.empty(n, V, dtype=dtype, device=device)  # these buffers serve every chunk
@@ -268,7 +269,7 @@ class TokenLogps(torch.autograd.Function):
             torch.log_softmax(z, -1, out=logp)  # (n, V)
             logps[rows] = logp.gather(-1, token)[:, 0]
             if logsumexp is not None:
-                logsumexp[rows] = z.gather(-1, token)[:, 0] - logps[rows]
+                logsumexp[rows] = z.amax(-1) - logp.amax(-1)
             p = torch.exp(logp, out=z)  # (n, V)
             logp.clamp_(min=-1e4)  # p is 0 there, and 0 * -inf would be nan
             entropy[rows] = -logp.mul_(p).sum(-1)  # (departs: 8)
@@ -277,7 +278,7 @@ class TokenLogps(torch.autograd.Function):
                 torch.mm(p if dtype == exact else logits.copy_(p), W, out=direction[rows])  # (n, H)
                 direction[rows].div_(-temperature)
             if one_pass:  # += grad (onehot - p)^T @ hidden / T
-                grad = ctx.expected[rows, None]  # (n, 1)
+                grad = ctx.expected_grad[rows, None]  # (n, 1)
                 p.index_fill_(0, (grad[:, 0] == 0).nonzero()[:, 0], 0)  # a nan under weight 0 stays there
                 scaled = torch.where(grad != 0, grad / -temperature * hidden[rows], 0)  # (n, H)
                 torch.addmm(ctx.grad_head, p.t(), scaled, out=ctx.grad_head)
@@ -297,7 +298,7 @@ class TokenLogps(torch.autograd.Function):
             grad_hidden = torch.where(grad != 0, grad * direction, 0).to(ctx.hidden_dtype)  # (N, H) a nan under weight 0 stays there
         if logsumexp is not None:
             hidden, head_weight, ids = inputs
-            if ctx.grad_head is not None and torch.equal(grad_logps, ctx.expected):
+            if ctx.grad_head is not None and torch.equal(grad_logps, ctx.expected_grad):
                 grad_head, ctx.grad_head = ctx.grad_head, None  # given away: what receives it may change it
             else:
                 with torch.autocast(hidden.device.type, enabled=False):

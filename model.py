@@ -252,6 +252,7 @@ class GroupCache:
     """Keys and values while a group is sampled: those of its prompt once, shared by the G completions, and those of their own tokens.
 
     prompt_kv: per layer k and v, (P, Hkv, Tp, D), with prompt_lengths (P,) real tokens each; own tokens go to buffers (P, Hkv, G, L, D).
+    prompt_bias (P*Hkv, 1, Tp) masks the padding of prompts, own_bias (1, 1, seen), the same for all, the places that are not sampled yet.
     """
 
     def __init__(self, prompt_kv, prompt_lengths, group_size, max_new_tokens):
@@ -268,9 +269,9 @@ class GroupCache:
         padding = torch.arange(Tp, device=device) >= self.prompt_lengths[:, None]                                   # (P, Tp)
         self.prompt_bias = self.bias(padding).repeat_interleave(Hkv, dim=0)[:, None]                                # (P*Hkv, 1, Tp)
 
-    def bias(self, hidden):
-        """What is added to scores: minus infinity where a key is hidden."""
-        return torch.zeros_like(hidden, dtype=self.own_kv[0][0].dtype).masked_fill_(hidden, -math.inf)
+    def bias(self, masked):
+        """What is added to scores: minus infinity where a key is masked, else 0."""
+        return torch.zeros_like(masked, dtype=self.own_kv[0][0].dtype).masked_fill_(masked, -math.inf)
 
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of the group (P', G'): finished completions leave the batch."""
@@ -283,7 +284,7 @@ class GroupCache:
 
     def next_token(self, static=False):
         """Makes room for one more token per completion; sets its place and what it may not see. Returns its positions (P*G,).
-        static: it attends to the whole buffer and the place is a tensor, so that nothing changes until the buffer grows (for torch.compile)."""
+        static: it attends to the whole buffer and the place is a tensor, so that no shape changes until the buffer grows (for torch.compile)."""
         (_, _, G, room, _), device, t = self.own_kv[0][0].shape, self.prompt_lengths.device, self.length
         if t == room:
             more = min(room, self.max_new_tokens - room)
@@ -407,10 +408,8 @@ class GPT(nn.Module):
         seen_own = (own[:, None] >= own).expand(N, 1, L - 1, L - 1)
         mask = torch.cat((seen_prompt.expand(N, 1, L - 1, Tp), seen_own), dim=-1)   # (N, 1, L-1, Tp+L-1)
 
-        which = prompt_of[:, None] == torch.arange(len(prompt_ids), device=device)  # (N, P) indexing as a product: the gradient is one, too,
-
-        def after_prompt(prompt_x, x):                                              # which is faster than that of an index
-            return torch.cat(((which.to(x.dtype) @ prompt_x.flatten(1)).view(N, *prompt_x.shape[1:]), x), dim=2)    # (N, Hkv, Tp+L-1, D)
+        def after_prompt(prompt_x, x):                                              # index_select: its gradient is faster than that of an index
+            return torch.cat((prompt_x.index_select(0, prompt_of), x), dim=2)       # (N, Hkv, Tp+L-1, D)
 
         def attend(layer, q, k, v):
             prompt_k, prompt_v = prompt_kv[layer]

@@ -142,10 +142,11 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                 cache.select(prompts_left, order)
         hidden = model.decode(flat["ids"][rows.flatten(), t], cache)                # (B, H)
     if not out.logps.isfinite().all():
-        raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, or training has diverged")
+        raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, training has diverged, or they are too large "
+                         f"for temperature {temperature}")
     ended = torch.isin(out.ids, eos)                                                # (P, G, L)
-    out.finished, out.mask = ended.any(-1), ended.cumsum(-1) - ended.long() == 0    # up to the first end token; what was drawn after it goes
-    for x in (out.ids, out.logps, out.entropy):
+    out.finished, out.mask = ended.any(-1), ended.cumsum(-1) - ended.long() == 0    # True up to the first end token, which it holds
+    for x in (out.ids, out.logps, out.entropy):                                     # what was drawn after it goes
         x.masked_fill_(~out.mask, 0)
     return out
 

@@ -209,9 +209,9 @@ def pad(rows, device):
     return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
 
 
-def completion_logps(model, prompts, completions, prompt_of, temperature=1.0, grad_logps=None):
+def completion_logps(model, prompts, completions, prompt_of, temperature=1.0, expected_grad=None):
     """Log-probs of completions (lists of ids) after their prompts -> (tokens,), the real tokens of all completions, one after another.
-    grad_logps (tokens,): d loss / d logps if it is known beforehand, see token_logps."""
+    expected_grad (tokens,): d loss / d logps if it is known beforehand, see token_logps."""
     used = sorted(set(prompt_of))
     device = model.head_weight.device
     prompt_ids, prompt_lengths = pad([prompts[p] for p in used], device)            # (P, Tp)
@@ -219,7 +219,7 @@ def completion_logps(model, prompts, completions, prompt_of, temperature=1.0, gr
     mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]             # (N, L)
     prompt_of = torch.tensor([used.index(p) for p in prompt_of], device=device)     # (N,)
     hidden = model.completion_hidden(prompt_ids, prompt_lengths, ids, prompt_of)    # (N, L, H)
-    return token_logps(hidden[mask], model.head_weight, ids[mask], temperature, grad_logps=grad_logps)[0]
+    return token_logps(hidden[mask], model.head_weight, ids[mask], temperature, expected_grad=expected_grad)[0]
 
 
 def learning_rate(step, steps, peak, warmup_ratio):
@@ -558,9 +558,9 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
             loss = 0.0
             for micro in micro_batches([len(p) for p, _ in examples], [len(o) for _, o in examples], range(len(examples)), c.micro_tokens):
                 completions = [examples[i][1] for i in micro]
-                grad = torch.full((sum(map(len, completions)),), -1 / totals["tokens"], device=device)
+                expected_grad = torch.full((sum(map(len, completions)),), -1 / totals["tokens"], device=device)           # d loss / d logps
                 with autocast():
-                    logps = completion_logps(model, [p for p, _ in examples], completions, micro, grad_logps=grad)
+                    logps = completion_logps(model, [p for p, _ in examples], completions, micro, expected_grad=expected_grad)
                 micro_loss = -logps.sum() / totals["tokens"]
                 micro_loss.backward()
                 loss += micro_loss.item()
@@ -632,9 +632,9 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                                                         c.micro_tokens)):
                     arguments = [q for _, q in batch], [rows[i][1] for i in micro], [rows[i][0] for i in micro], c.temperature
                     token_weights = torch.cat([rows[i][2] for i in micro])          # (tokens,)
-                    known = -token_weights if c.updates_per_rollout == 1 and reference is None else None            # d loss / d logps
+                    expected_grad = -token_weights if c.updates_per_rollout == 1 and reference is None else None    # d loss / d logps
                     with autocast():
-                        logps = completion_logps(model, *arguments, known)          # (tokens,)
+                        logps = completion_logps(model, *arguments, expected_grad)              # (tokens,)
                     old = old_logps.setdefault(n, logps.detach()) if c.updates_per_rollout > 1 else None
                     micro_loss = surrogate_loss(logps, token_weights, old, c.epsilon if c.algo == "grpo" else None)
                     if reference is not None:

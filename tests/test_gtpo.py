@@ -513,29 +513,43 @@ def test_token_logps_gradients(small, trained, chunk_size, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_head_gradient_in_one_pass(small, dtype, chunk_size, temperature):
     """With d loss / d logps known beforehand the gradients are the same, in three products a chunk. What arrives counts: another gradient, and a
-    second backward pass, are served by a second look, and what was given away is never changed."""
+    second backward pass, are served by a second look, whatever became of the hint and of what was given away."""
     hidden, head, ids = (x.to(dtype) if x.is_floating_point() else x for x in small)
     weights = torch.tensor([1.0, -2, 0, 0.5, 0, 3, -1], dtype=dtype)
-    expected = torch.autograd.grad((whole(hidden.requires_grad_(), head.requires_grad_(), ids, temperature)[0] * weights).sum(), (hidden, head))
-    for other in (1, 2):  # 2: not the gradient that was announced
+    logps = whole(hidden.requires_grad_(), head.requires_grad_(), ids, temperature)[0]
+    gradients = lambda logps, w: torch.autograd.grad((logps * w).sum(), (hidden, head), retain_graph=True)
+    for arrives in (weights, weights * 1.005, weights.flip(0)):  # the last has its zeros elsewhere
+        hint = weights.clone()
         with Largest() as largest:
-            logps, _ = gtpo.token_logps(hidden, head, ids, temperature, chunk_size, grad_logps=weights)
-            first = torch.autograd.grad((logps * weights).sum() * other, (hidden, head), retain_graph=True)
-        torch.testing.assert_close(first, tuple(other * e for e in expected))
+            ours, _ = gtpo.token_logps(hidden, head, ids, temperature, chunk_size, expected_grad=hint)
+            hint.mul_(2)
+            first = gradients(ours, arrives)
+        torch.testing.assert_close(first, gradients(logps, arrives), rtol=1e-5, atol=1e-6)
         chunks = -(-7 // chunk_size)
-        assert largest.products == 3 * chunks if other == 1 else largest.products > 3 * chunks
+        assert largest.products == 3 * chunks if arrives is weights else largest.products > 3 * chunks
         first[1].zero_()
-        torch.testing.assert_close(torch.autograd.grad((logps * weights).sum(), (hidden, head)), expected)
-    (alone,) = torch.autograd.grad((gtpo.token_logps(hidden.detach(), head, ids, temperature, chunk_size, weights)[0] * weights).sum(), head)
-    torch.testing.assert_close(alone, expected[1])
+        torch.testing.assert_close(gradients(ours, weights), gradients(logps, weights))
+    alone, _ = gtpo.token_logps(hidden.detach(), head, ids, temperature, chunk_size, weights)
+    torch.testing.assert_close(torch.autograd.grad((alone * weights).sum(), head)[0], gradients(logps, weights)[1])
 
 
-def test_one_pass_is_for_full_precision(small):
-    """In bfloat16 the chunks' products would be rounded one by one: the gradient is that without the hint, bit for bit."""
-    hidden, head, ids = small[0].bfloat16(), small[1].float().requires_grad_(), small[2]
-    gradients = [torch.autograd.grad(gtpo.token_logps(hidden, head, ids, chunk_size=2, grad_logps=hint)[0].sum(), head)[0]
-                 for hint in (None, torch.ones(7))]
+@pytest.mark.parametrize("hidden_type, head_type, autocast", [
+    (torch.bfloat16, torch.float32, False), (torch.float32, torch.bfloat16, False), (torch.float16, torch.float16, False),
+    (torch.float32, torch.float32, True)])
+def test_one_pass_is_for_full_precision(small, hidden_type, head_type, autocast):
+    """In shorter types the chunks' products would be rounded one by one: there the gradient is that without the hint, bit for bit."""
+    hidden, head, ids = small[0].to(hidden_type), small[1].to(head_type).requires_grad_(), small[2]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        gradients = [torch.autograd.grad(gtpo.token_logps(hidden, head, ids, chunk_size=2, expected_grad=hint)[0].sum(), head)[0]
+                     for hint in (None, torch.ones(7))]
     assert torch.equal(*gradients)
+
+
+def test_the_hint_may_have_another_type(small):
+    hidden, head, ids = small[0].float(), small[1].float().requires_grad_(), small[2]
+    gradients = [torch.autograd.grad(gtpo.token_logps(hidden, head, ids, chunk_size=2, expected_grad=hint)[0].sum(), head)[0]
+                 for hint in (torch.ones(7), torch.ones(7, dtype=torch.float64), torch.ones(7, dtype=torch.long), torch.ones(7, requires_grad=True))]
+    assert all(torch.equal(g, gradients[0]) for g in gradients)
 
 
 def test_token_logps_by_hand():
@@ -609,7 +623,7 @@ def test_logits_are_never_all_alive(monkeypatch, N, known):
     hidden, head = torch.randn(N, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     ids = torch.randint(0, 1000, (N,))
     with Largest() as largest:
-        gtpo.token_logps(hidden, head, ids, grad_logps=torch.ones(N) if known else None)[0].sum().backward()
+        gtpo.token_logps(hidden, head, ids, expected_grad=torch.ones(N) if known else None)[0].sum().backward()
     assert largest.product <= (8000 if known else 4096)  # all logits of 64 tokens would be 64,000; the head's gradient is 8,000, added up in place
     assert largest.elements <= head.numel()
     assert head.grad.shape == head.shape and hidden.grad.shape == hidden.shape
@@ -621,7 +635,7 @@ def test_only_the_products_that_are_needed():
         logps, _ = gtpo.token_logps(hidden, head, ids, chunk_size=2)
     assert scored.products == 3 and not logps.requires_grad
     with Largest() as frozen:
-        gtpo.token_logps(hidden, head, ids, chunk_size=2)[0].sum().backward()
+        gtpo.token_logps(hidden, head, ids, chunk_size=2, expected_grad=torch.ones(6))[0].sum().backward()
     assert frozen.products == 6  # logits and direction of each chunk; backward adds none
 
 
@@ -632,7 +646,7 @@ def test_token_of_weight_zero_spreads_nothing(known):
     hidden[1] = NAN
     hidden.requires_grad_()
     weights = torch.tensor([1.0, 0, -1])
-    logps, _ = gtpo.token_logps(hidden, head, torch.tensor([1, 2, 3]), grad_logps=-weights if known else None)
+    logps, _ = gtpo.token_logps(hidden, head, torch.tensor([1, 2, 3]), expected_grad=-weights if known else None)
     gtpo.surrogate_loss(logps, weights).backward()
     assert hidden.grad.isfinite().all() and head.grad.isfinite().all() and not hidden.grad[1].any()
 
@@ -656,8 +670,8 @@ def test_bad_token_logps():
     for shapes in ((hidden, head[:, :3], torch.tensor([0, 1])), (hidden, head, torch.tensor([0])), (hidden[None], head, torch.tensor([[0, 1]]))):
         with pytest.raises(ValueError, match=r"need \(N, H\)"):
             gtpo.token_logps(*shapes)
-    with pytest.raises(ValueError, match=r"grad_logps \(3,\): need one number for each of the 2 tokens"):
-        gtpo.token_logps(hidden, head, torch.tensor([0, 1]), grad_logps=torch.ones(3))
+    with pytest.raises(ValueError, match=r"expected_grad \(3,\): need one number for each of the 2 tokens"):
+        gtpo.token_logps(hidden, head, torch.tensor([0, 1]), expected_grad=torch.ones(3))
 
 
 def test_old_logps_of_an_unchanged_policy_give_ratio_one():
