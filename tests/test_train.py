@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 
@@ -29,6 +30,7 @@ from data import Problem, demonstration, held_out, load_problems
 from model import GPT, Config
 from safetensors.torch import load_file, save_file
 from tokenizer import Tokenizer, write_byte_tokenizer
+from tqdm import tqdm
 from train import (TrainConfig, check_config, keep_metrics_before, learning_rate, make_tiny_model, micro_batches, order, read_config,
                    completion_logps, save_checkpoint, to_toml)
 
@@ -88,6 +90,7 @@ def start(cwd, flags, processes=1, change=None):
     def work(rank):
         os.chdir(cwd)
         sys.stdout = sys.stderr = open(f"{rank}.log", "w", buffering=1)
+        tqdm.set_lock(threading.RLock())                                            # all forks share the other: one killed while it holds it stops the rest
         if processes > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="localhost", MASTER_PORT=str(port))
         if change:
