@@ -306,7 +306,7 @@ class GroupCache:
         own_k, own_v = (own.flatten(0, 2)[:, :seen] for own in (own_k, own_v))      # (P*Hkv*G, seen, D)
         q = q.reshape(P, G, Hkv, R, D).transpose(1, 2).reshape(P * Hkv, G * R, D)
         prompt_scores = torch.baddbmm(self.prompt_bias, q, prompt_k.flatten(0, 1).mT, alpha=scale).view(-1, R, Tp)  # (P*Hkv*G, R, Tp)
-        own_scores = torch.baddbmm(self.own_bias, q.reshape(-1, R, D), own_k.mT, alpha=scale)                          # (P*Hkv*G, R, seen)
+        own_scores = torch.baddbmm(self.own_bias, q.reshape(-1, R, D), own_k.mT, alpha=scale)                       # (P*Hkv*G, R, seen)
         probs = torch.cat((prompt_scores, own_scores), dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
         y = probs[..., :Tp].reshape(P * Hkv, G * R, Tp) @ prompt_v.flatten(0, 1)    # (P*Hkv, G*R, D)
         y = torch.baddbmm(y.view(-1, R, D), probs[..., Tp:], own_v)                 # (P*Hkv*G, R, D)

@@ -112,6 +112,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
 
     at_once = max(1, DRAW_ELEMENTS // c.vocab_size)                                 # rows whose logits are alive at a time
     rows = torch.arange(P * G, device=device).view(P, G)                            # which completion each row of the batch is
+    keep = torch.ones(P, G, dtype=torch.bool, device=device)                        # of these rows: no end token yet, when last looked at
     for t in range(L):
         for row, h in zip(rows.flatten().split(at_once), hidden.split(at_once)):    # (b,), (b, H)
             logits = F.linear(h, model.head_weight).float()                         # (b, V)
@@ -131,14 +132,14 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
         if t + 1 == L:
             break
         if t % 4 == 3 and len(eos):                                                 # looking makes a GPU wait, so not at every token
-            keep = ~torch.isin(flat["ids"][rows, : t + 1], eos).any(-1)             # (P', G') no end token yet
+            keep = keep & ~torch.isin(flat["ids"][rows, t - 3 : t + 1], eos).any(-1)                                # (P', G')
             if not keep.any():
                 break
             members = max(int(keep.sum(1).max()), min(2, keep.shape[1]))            # never down to one: a size of 1 is compiled anew
             prompts_left = keep.any(1).nonzero()[:, 0]
             if len(prompts_left) * members <= 0.8 * keep.numel():                   # finished rows leave the batch
                 order = (~keep[prompts_left]).int().argsort(dim=1, stable=True)[:, :members]                        # unfinished first
-                rows = rows[prompts_left[:, None], order]
+                rows, keep = (x[prompts_left[:, None], order] for x in (rows, keep))
                 cache.select(prompts_left, order)
         hidden = model.decode(flat["ids"][rows.flatten(), t], cache)                # (B, H)
     if not out.logps.isfinite().all():

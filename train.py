@@ -634,7 +634,7 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                     token_weights = torch.cat([rows[i][2] for i in micro])          # (tokens,)
                     expected_grad = -token_weights if c.updates_per_rollout == 1 and reference is None else None    # d loss / d logps
                     with autocast():
-                        logps = completion_logps(model, *arguments, expected_grad)              # (tokens,)
+                        logps = completion_logps(model, *arguments, expected_grad)  # (tokens,)
                     old = old_logps.setdefault(n, logps.detach()) if c.updates_per_rollout > 1 else None
                     micro_loss = surrogate_loss(logps, token_weights, old, c.epsilon if c.algo == "grpo" else None)
                     if reference is not None:
