@@ -1,0 +1,58 @@
+"""Files: JSON in, whole files out, and which known name was meant."""
+import contextlib
+import difflib
+import json
+import os
+
+REQUIRED = object()
+
+
+def read_json(path, default=REQUIRED):
+    """The object in a JSON file; `default`, if given, when there is no such file.
+    FileNotFoundError and ValueError name the file and say what to do."""
+    path = os.fspath(path)
+    if not os.path.isfile(path):
+        if default is not REQUIRED:
+            return default
+        raise FileNotFoundError(f"{os.path.dirname(path) or '.'}: has no {os.path.basename(path)}")
+    try:
+        with open(path, "rb") as f:
+            raw = f.read()
+        refuse_lfs_pointer(path, raw)
+        content = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+        raise ValueError(f"{path}: not valid JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def refuse_lfs_pointer(path, head):
+    """ValueError if a file that begins with the bytes `head` is Git LFS's note of a file."""
+    if head.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` "
+                         "in that folder, or download the file again")
+
+
+def write_whole(path, write, mode="w"):
+    """write(file), beside the path, flushed to the disk, then renamed: what stood there stays
+    until the new file is whole. Its mode is 0666 less the umask. OSError says what went wrong."""
+    path = os.fspath(path)
+    try:
+        with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as e:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        while e.__context__ and not isinstance(e, OSError):  # torch.save hides it in a RuntimeError
+            e = e.__context__
+        raise OSError(f"{path}: could not be written ({e}); what stood there before is "
+                      "untouched") from None
+
+
+def nearest(name, known):
+    """The known name that is most like `name`."""
+    return difflib.get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.0)[0]
