@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model as model_py
-from model import GPT, Config, GroupCache, rope_frequencies, rotate
+from lib import hf
+from lib.hf import Config, rope_frequencies
+from lib.lora import adapter_as, add_lora, load_adapter, save_adapter
+from model import GPT, GroupCache, rotate
 from sample import sample
 
 HF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fixtures", "hf")
@@ -242,7 +245,7 @@ def test_lora_on_a_bfloat16_base(tmp_path):
 def test_a_new_adapter_changes_nothing_and_trains_alone():
     model, ids = tiny("qwen2"), torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(1))
     before, weights = model(ids).detach(), {n: p.clone() for n, p in model.named_parameters()}
-    model.add_lora(3, 6.0, ("q_proj", "down_proj"))
+    add_lora(model, 3, 6.0, ("q_proj", "down_proj"))
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert sorted({n.split(".", 3)[3] for n in trained}) == [f"{t}.lora_{s}" for t in ("mlp.down_proj", "self_attn.q_proj") for s in "AB"]
     assert model.model.layers[0].mlp.down_proj.lora_scale == 2.0 and model.model.layers[0].mlp.down_proj.lora_A.shape == (3, 20)
@@ -257,9 +260,9 @@ def test_a_new_adapter_changes_nothing_and_trains_alone():
     for n, p in model.named_parameters():
         assert "lora_" in n or torch.equal(p, weights[n]), n
     half = {n: p.detach() / 2 for n, p in model.named_parameters() if "lora_" in n}
-    with model.adapter_as(None):
+    with adapter_as(model, None):
         assert torch.equal(model(ids), before)                                      # the base
-    with model.adapter_as(half):                                                    # GRPO's reference
+    with adapter_as(model, half):                                                    # GRPO's reference
         assert 1e-4 < (model(ids) - before).abs().max() < (after - before).abs().max()
     assert torch.equal(model(ids), after)
 
@@ -268,12 +271,12 @@ def test_saved_adapter_loads_as_itself_and_as_peft_wrote_it(tmp_path):
     """Names, shapes and fields are those of a file that PEFT wrote; an adapter with rslora keeps its scale."""
     adapter_folder = os.path.join(HF, "lora_qwen2")
     model = GPT.from_pretrained(os.path.join(HF, "qwen2_tied"), adapter=adapter_folder)
-    model.save_adapter(tmp_path / "again")
+    save_adapter(model, tmp_path / "again")
     saved, original = (load_file(os.path.join(f, "adapter_model.safetensors")) for f in (tmp_path / "again", adapter_folder))
     assert sorted(saved) == sorted(original) and all(torch.equal(saved[k], original[k]) for k in saved)
     new = GPT.from_pretrained(os.path.join(HF, "qwen2_tied"))
-    new.add_lora(4, 8)
-    new.save_adapter(tmp_path / "new")
+    add_lora(new, 4, 8)
+    save_adapter(new, tmp_path / "new")
     assert {k: v.shape for k, v in load_file(tmp_path / "new/adapter_model.safetensors").items()} == {k: v.shape for k, v in original.items()}
     configs = [json.load(open(os.path.join(f, "adapter_config.json"))) for f in (tmp_path / "new", adapter_folder)]
     for key in ("peft_type", "task_type", "r", "lora_alpha", "bias", "use_rslora", "fan_in_fan_out"):
@@ -285,14 +288,14 @@ def test_saved_adapter_loads_as_itself_and_as_peft_wrote_it(tmp_path):
 @pytest.mark.parametrize("arguments, says", (((0, 8), "rank 0"), ((4, 8, ()), "none"), ((4, 8, ("lm_head",)), "lm_head")))
 def test_adapters_that_cannot_be_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
-        tiny().add_lora(*arguments)
+        add_lora(tiny(), *arguments)
 
 
 def test_a_second_adapter_is_refused():
     model = tiny()
-    model.add_lora(2, 4)
+    add_lora(model, 2, 4)
     with pytest.raises(ValueError, match="already"):
-        model.add_lora(2, 4)
+        add_lora(model, 2, 4)
 
 
 @pytest.mark.parametrize("kind", ("llama_gqa", "lora"))
@@ -640,7 +643,7 @@ def test_a_save_that_dies_leaves_the_old_weights(tmp_path, monkeypatch):
             f.write(b"half a file")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(model_py, "save_file", dies)
+    monkeypatch.setattr(hf, "save_file", dies)
     with torch.no_grad():
         model.model.norm.weight.zero_()
     with pytest.raises(OSError, match="no space"):
@@ -1041,6 +1044,6 @@ def test_any_wrong_value_in_adapter_config_gives_a_model_or_a_clear_error(tmp_pa
         for value in ("x", None, -1, 0, 10**400, True, [], ["x"], [1], {"a": 1}, math.nan):
             (folder / "adapter_config.json").write_text(json.dumps({**fields, field: value}))
             try:
-                model.load_adapter(folder)
+                load_adapter(model, folder)
             except ValueError as e:
                 assert str(folder) in str(e) and (field in str(e) or "lora_A" in str(e)), (field, value, str(e))
