@@ -1,10 +1,13 @@
 """lib/config.py: a dataclass of settings as TOML, flags and help; and the presets in config/."""
+import pathlib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
 from lib.config import check_ranges, help_text, read_config, to_toml
+
+PRESETS = sorted((pathlib.Path(__file__).parents[1] / "config").glob("*.toml"))
 
 
 @dataclass
@@ -214,3 +217,45 @@ how
     for name in Settings.__dataclass_fields__:
         assert f"\n  --{name}=" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+# ---- the presets in config/
+
+def training(*words):
+    from train import TrainConfig
+
+    return asdict(read_config(TrainConfig, [str(word) for word in words])[0])
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_begin_with_their_command_and_set_only_what_differs(path):
+    text = path.read_text(encoding="utf-8")
+    keys, defaults = tomllib.loads(text), training()
+    assert text.startswith("# ") and f"train.py config/{path.name}" in text.split("\nout = ")[0]
+    assert keys["out"] == f"out/{path.stem}" and training(path) == {**defaults, **keys}
+    same = [key for key in keys if keys[key] == defaults[key]]
+    assert same == (["out", "data"] if path.stem == "arithmetic" else [])
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_for_pretrained_models_have_room(path):
+    """Presets cut completions at 128 tokens: the answers of Qwen2.5-3B-Instruct have 205 to 443,
+    so no completion earned anything."""
+    c = training(path)
+    if path.stem not in ("arithmetic", "gsm8k_random"):
+        assert c["max_new_tokens"] >= 512 and c["max_prompt_tokens"] >= 384
+        assert c["learning_rate"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", ("qwen2.5_3b", "llama3.1_8b"))
+@pytest.mark.parametrize("data, problems", (("gsm8k", 7473), ("math", 7500)))
+def test_the_papers_presets_have_its_settings(name, data, problems):
+    """Those of the preset and those that it leaves at their defaults; one epoch on 8 GPUs."""
+    c = training(PRESETS[0].parent / f"{name}_{data}.toml")
+    paper = dict(algo="gtpo", data=data, lora_rank=128, learning_rate=1e-6, grad_clip=0.1,
+                 gamma=0.1, conflict=True, entropy_filter=True, scale="none", epsilon=0.0,
+                 temperature=1.0, sft_steps=0, group_size=8, max_prompt_tokens=4000,
+                 max_new_tokens=1500)
+    assert {key: c[key] for key in paper} == paper
+    assert c["prompts_per_step"] % 8 == 0 and c["steps"] == problems // c["prompts_per_step"]
