@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from rewards import HARD_CASES, accuracy_reward, answers_equal, extract_answer, format_reward
+from lib.hard_cases import HARD_CASES
+from rewards import accuracy_reward, answers_equal, extract_answer, format_reward
 
 FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
 
