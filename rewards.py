@@ -3,11 +3,17 @@ Rewards by rule: is the completion in the format, and is its answer equal to the
 
     format_reward(text)          0, 1, 1.5 or 10     the tags
     accuracy_reward(text, gold)  0 or 10             the answer, only in the full format
+    reward_parts(text, gold)     both by name        their sum is what training is paid
     extract_answer(text)         the answer as text, or None
-    answers_equal(pred, gold)    True or False, exact (lib/grading.py)
+    answers_equal(pred, gold)    True or False       how answers are compared: lib/grading.py
 
-All are pure functions of strings. Pass the completion alone, never the prompt (its instructions
-name the tags). `python rewards.py` prints a table of hard cases.
+A completion that earns everything, 20, for the gold answer 4:
+
+    <reasoning>2 + 2 = 4</reasoning><answer>4</answer>
+
+No model judges, and no text is evaluated: all are pure functions of strings, fast on any text, and
+give the same verdict every time. Pass the completion alone, never the prompt (its instructions name
+the tags). `python rewards.py` prints a table of hard cases.
 """
 import re
 
@@ -19,44 +25,59 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 def format_reward(text):
     """Reward for the format as in the GTPO paper (arXiv 2508.03772): 10.0, 1.5, 1.0 or 0.0.
 
-    10.0  `<reasoning>..</reasoning>` and then `<answer>..</answer>`: each of the four tags exactly once, in this order, and nothing but
-          white space after the last. Text before the first block and between the two is allowed: the authors' code pays it too.
-    1.5   one block is right and a tag of the other is present. So is paid, too: both blocks in the wrong order, text after the end.
+    10.0  `<reasoning>..</reasoning>` and then `<answer>..</answer>`: each of the four tags exactly
+          once, in this order, and nothing but white space after the last. Text before the first
+          block and between the two is allowed: the authors' code pays it too.
+    1.5   one block is right and a tag of the other is present. So is paid, too: both blocks in the
+          wrong order, text after the end.
     1.0   one block is right and there is no tag of the other.
-    0.0   neither is right. A block is right when its two tags occur exactly once each, in order; the answer block must also end the text.
-    The authors' code lets tags repeat; here a repeated tag spoils its block, so that a text that starts over earns less than a clean one.
+    0.0   neither is right. A block is right when its two tags occur exactly once each, in order;
+          the answer block must also end the text.
+    The authors' code lets tags repeat; here a repeated tag spoils its block, so that a text that
+    starts over earns less than a clean one.
     """
-    start, end, answer_start, answer_end = (text.find(tag) if text.count(tag) == 1 else -1 for tag in TAGS)
+    once = [text.find(tag) if text.count(tag) == 1 else -1 for tag in TAGS]
+    start, end, answer_start, answer_end = once
     reasoning = 0 <= start < end
     answer = 0 <= answer_start < answer_end and not text[answer_end + len(TAGS[3]):].strip()
-    if reasoning and answer and end < answer_start: return 10.0
-    if not reasoning and not answer: return 0.0
+    if reasoning and answer and end < answer_start:
+        return 10.0
+    if not reasoning and not answer:
+        return 0.0
     return 1.5 if any(tag in text for tag in (TAGS[2:] if reasoning else TAGS[:2])) else 1.0
 
 
 def accuracy_reward(text, gold):
-    """10.0 when the completion has the full format and the answer in its answer block equals gold, else 0.0.
-    A gold answer that cannot be read (empty, `see figure`) pays nobody."""
-    return 10.0 if format_reward(text) == 10.0 and answers_equal(extract_answer(text), gold) else 0.0
+    """10.0 when the completion has the full format and the answer in its answer block equals gold,
+    else 0.0. A gold answer that cannot be read (empty, `see figure`) pays nobody."""
+    right = format_reward(text) == 10.0 and answers_equal(extract_answer(text), gold)
+    return 10.0 if right else 0.0
 
 
 def reward_parts(text, gold=None):
-    """What a completion is paid for, by name; its reward is the sum. train.py and sample.py take it from here: add your own parts here.
-    Without a gold answer only the format counts."""
-    return {"format": format_reward(text), "accuracy": 0.0 if gold is None else accuracy_reward(text, gold)}
+    """What a completion is paid for, by name; its reward is the sum. train.py and sample.py take it
+    from here: add your own parts here. Without a gold answer only the format counts."""
+    accuracy = 0.0 if gold is None else accuracy_reward(text, gold)
+    return {"format": format_reward(text), "accuracy": accuracy}
 
 
 def extract_answer(text):
-    """The final answer of a completion, or None: the last complete <answer> block (or the \\boxed{} in it), else the last \\boxed{...}.
+    """The final answer of a completion, or None: the last complete <answer> block (or the \\boxed{}
+    in it), else the last \\boxed{...}.
 
-    A number found elsewhere is never taken, nor a box in the reasoning: before </reasoning> or </think>, or in a block that never ends."""
+    A number found elsewhere is never taken, nor a box in the reasoning: before </reasoning> or
+    </think>, or in a block that never ends."""
     block, begin = None, None
-    for m in re.finditer("</?answer>", text):
-        if m[0] == "<answer>": begin = m.end()
-        elif begin is not None: block, begin = text[begin:m.start()], None
-    if block is not None: return last_boxed(block) or block.strip() or None
+    for tag in re.finditer("</?answer>", text):
+        if tag[0] == "<answer>":
+            begin = tag.end()
+        elif begin is not None:
+            block, begin = text[begin:tag.start()], None
+    if block is not None:
+        return last_boxed(block) or block.strip() or None
     for name in ("reasoning", "think"):
-        if text.rfind(f"<{name}>") > text.rfind(f"</{name}>"): return None
+        if text.rfind(f"<{name}>") > text.rfind(f"</{name}>"):
+            return None
         text = text.rpartition(f"</{name}>")[2]
     return last_boxed(text)
 

@@ -49,17 +49,20 @@ HARD_CASES = (   # prediction, gold, equal?, why
     (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2) \cup (3,\infty)", True, "a union has no order"),
     (r"5 \le x", r"x \geq 5", True, "the same inequality"),
     (r"x < 1 or x > 3", r"(-\infty,1)\cup(3,\infty)", True, "and as intervals"),
-    (r"\begin{pmatrix}1/2\\2\end{pmatrix}", r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}", True, "matrices, entry by entry"),
+    (r"\begin{pmatrix}1/2\\2\end{pmatrix}", r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}", True,
+     "matrices, entry by entry"),
     ("1 + 2x + x^2", "x^{2}+2*x+1", True, "terms of a sum in any order"),
     (r"\frac{9\pi}{4}", r"\frac94\pi", True, "a rational factor in any spelling"),
     ("(2+x)(x-2)", "(x-2)(x+2)", True, "factors in any order"),
-    (r"2^{1+n} - \frac{1}{1+x}", r"-\frac{1}{x+1} + 2^{n+1}", True, "also inside exponents and fractions"),
+    (r"2^{1+n} - \frac{1}{1+x}", r"-\frac{1}{x+1} + 2^{n+1}", True,
+     "also inside exponents and fractions"),
     (r"2\sqrt{3}", r"\sqrt{12}", False, "roots are not simplified"),
     (r"0.1\overline{6}", "1/6", True, "a repeating decimal is a rational number"),
     (r"\text{(B)}", "B", True, "a choice"),
     ("(B) 27", "B", True, "a choice with its text"),
     ("(B) 27 or (C) 28", "B", False, "one choice only"),
-    ("So the final answer is $5$. I hope it is correct.", "5", True, "a sentence that states the answer"),
+    ("So the final answer is $5$. I hope it is correct.", "5", True,
+     "a sentence that states the answer"),
     ("Thus $x <= 2$ is our answer.", r"x \leq 2", True, "with no words but harmless ones"),
     ("Half of it is $5$", "5", False, "another word might change the value"),
     ("The answer is 5. No, 6.", "5", False, "nor may anything follow"),
@@ -73,4 +76,5 @@ def print_table():
     print(f"{'prediction':{first}}{'gold':{second}}{'equal':7}why")
     for pred, gold, equal, why in HARD_CASES:
         verdict = answers_equal(pred, gold)
-        print(f"{pred:{first}}{gold:{second}}{'yes' if verdict else 'no':7}{why}{'' if verdict == equal else '   <-- WRONG VERDICT'}")
+        wrong = "" if verdict == equal else "   <-- WRONG VERDICT"
+        print(f"{pred:{first}}{gold:{second}}{'yes' if verdict else 'no':7}{why}{wrong}")
