@@ -432,36 +432,3 @@ class Tokenizer:
             source, target = self.folder / name, Path(folder) / name
             if source.exists() and not (target.exists() and (name == "generation_config.json" or target.samefile(source))):
                 shutil.copyfile(source, target)
-
-
-# ----------------------------------------------------------------------------------------------------------------------------------------
-# the tokenizer of the default run
-
-BYTE_MERGES = "r e|a s|o n|re as|reas on|i n|in g|a n|s w|e r|an sw|answ er|< /".split("|")
-BYTE_TEMPLATE = """{%- for message in messages -%}
-    {%- if message.role == 'user' -%}{{ '<|user|>' + message.content }}
-    {%- elif message.role == 'assistant' -%}{{ '<|assistant|>' + message.content + '<|end|>' }}
-    {%- elif message.role == 'system' and loop.first -%}{# left out: too long for so small a model #}
-    {%- else -%}{{ raise_exception('a chat has user and assistant messages, and a system message only at its start') }}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"""
-
-
-def write_byte_tokenizer(folder):
-    """Writes the tokenizer of the default run as a Hugging Face folder. Ids 0-255 are the bytes; then come the pieces `reason`, `ing`,
-    `answer` and `</` with what they are built of; then <|end|> (ends a turn, also pads), <|user|> and <|assistant|>: 272 ids. Its chat
-    template leaves a system message out."""
-    vocab = {ALPHABET[b]: b for b in range(256)} | {m.replace(" ", ""): 256 + i for i, m in enumerate(BYTE_MERGES)}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    spec = {"version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": len(vocab) + i, "content": t, **flags} for i, t in enumerate(("<|end|>", "<|user|>", "<|assistant|>"))],
-            "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                      "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": BYTE_MERGES}}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>", "model_max_length": 10**9,
-              "clean_up_tokenization_spaces": False, "chat_template": BYTE_TEMPLATE}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, value in (("tokenizer.json", spec), ("tokenizer_config.json", config)):
-        (Path(folder) / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

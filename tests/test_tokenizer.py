@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tokenizer as module
-from tokenizer import Tokenizer, write_byte_tokenizer
+from lib.arithmetic import write_byte_tokenizer
+from tokenizer import Tokenizer
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "tokenizer" / "hf_ids.json").read_text(encoding="utf-8"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
