@@ -42,7 +42,8 @@ from data import NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, 
 from eval import evaluate
 from gtpo import (conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
                   surrogate_loss, token_logps)
-from model import GPT, LORA_TARGETS, Config
+from lib.lora import LORA_TARGETS, adapter_as, add_lora, save_adapter
+from model import GPT, Config
 from plan import model_config, report
 from rewards import reward_parts
 from run import (Processes, Signals, clear_output, help_text, keep_metrics_before, lock_output, metrics_rows, read_config, restore, save_checkpoint,
@@ -266,7 +267,7 @@ def trained(model):
 
 def save_policy(model, folder):
     """What was learned, as a Hugging Face folder: the whole model, or the adapter in PEFT's format."""
-    (model.save_adapter if model.lora else model.save_pretrained)(folder)
+    save_adapter(model, folder) if model.lora else model.save_pretrained(folder)
 
 
 def peak_memory(device):
@@ -388,7 +389,7 @@ def prepare(c, processes, out, held):
     model.folder, model.checkpointing = folder, c.checkpointing
     if c.lora_rank:
         torch.manual_seed(c.seed)
-        model.add_lora(c.lora_rank, c.lora_alpha or c.lora_rank, c.lora_targets.split(","))
+        add_lora(model, c.lora_rank, c.lora_alpha or c.lora_rank, c.lora_targets.split(","))
     positions = model.config.max_position_embeddings
     if not tokenizer.eos_ids:
         raise ValueError(f"{folder}: no end token is known, completions would never end; set eos_token_id in generation_config.json")
@@ -638,7 +639,7 @@ output    {out}/ (config.toml, metrics.jsonl, ckpt.pt, {'adapter/' if model.lora
                     old = old_logps.setdefault(n, logps.detach()) if c.updates_per_rollout > 1 else None
                     micro_loss = surrogate_loss(logps, token_weights, old, c.epsilon if c.algo == "grpo" else None)
                     if reference is not None:
-                        with torch.no_grad(), autocast(), model.adapter_as(reference) if model.lora else contextlib.nullcontext():
+                        with torch.no_grad(), autocast(), adapter_as(model, reference) if model.lora else contextlib.nullcontext():
                             ref_logps = completion_logps(model if model.lora else reference, *arguments)
                         scale = torch.cat([torch.full_like(rows[i][2], 1 / (len(rows[i][1]) * G * c.prompts_per_step)) for i in micro])
                         micro_loss = micro_loss + c.beta * (scale * kl_tokens(logps, ref_logps)).sum()
