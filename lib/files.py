@@ -56,8 +56,8 @@ def check_model_folder(folder):
     adapter = os.path.join(folder, "adapter_config.json")
     if os.path.isfile(adapter) and not os.path.isfile(os.path.join(folder, "config.json")):
         base = read_json(adapter).get("base_model_name_or_path")
-        raise ValueError(f"{folder}: holds a LoRA adapter, not a model; give the model it belongs to "
-                         f"({base}) as --model, and this folder as --adapter")
+        raise ValueError(f"{folder}: holds a LoRA adapter, not a model; give its base "
+                         f"({base}) as --model and this folder as --adapter")
 
 
 def write_whole(path, write, mode="w"):
