@@ -14,7 +14,9 @@ import os
 import torch
 
 from gtpo import CHUNK_ELEMENTS
-from model import GPT, Config, read_json
+from lib.hf import Config, read_json
+from lib.lora import add_lora, linears
+from model import GPT
 from sample import DRAW_ELEMENTS
 
 SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "shapes")          # config.json of published models
@@ -51,9 +53,9 @@ class Plan:
             if type(rank) is not int or rank < 1 or not isinstance(targets, list):
                 raise ValueError(f"{c.adapter}/adapter_config.json: --plan needs r, a positive int, and target_modules, a list of names; "
                                  f"found {rank!r} and {targets!r}")
-        self.base, self.linear = sum(p.numel() for p in model.parameters()), sum(x.weight.numel() for x in model.linears().values())
+        self.base, self.linear = sum(p.numel() for p in model.parameters()), sum(x.weight.numel() for x in linears(model).values())
         if rank:
-            model.add_lora(rank, rank, targets)
+            add_lora(model, rank, rank, targets)
         self.full, self.rank, self.targets = not rank, rank, set(targets) if rank else set()
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.e, self.r = 2 if bf16 else 4, 2 if bf16 and rank else 4

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from gtpo import token_logps
+from lib.lora import add_lora
 from model import GPT, Config
 from plan import Plan, model_config, report
 from sample import sample
@@ -52,7 +53,8 @@ def make_model(m, c):
     torch.manual_seed(0)
     model = GPT(m)
     if c.lora_rank:
-        model.to(torch.bfloat16 if c.dtype == "bfloat16" else torch.float32).add_lora(c.lora_rank, c.lora_rank, c.lora_targets.split(","))
+        model.to(torch.bfloat16 if c.dtype == "bfloat16" else torch.float32)
+        add_lora(model, c.lora_rank, c.lora_rank, c.lora_targets.split(","))
     model.checkpointing = c.checkpointing
     return model
 
