@@ -14,7 +14,8 @@ import torch
 
 from gtpo import CHUNK_ELEMENTS
 from lib.files import read_json
-from model import GPT, Config
+from lib.hf import Config
+from model import GPT
 from sample import DRAW_ELEMENTS
 
 # config.json of published models
