@@ -1,0 +1,127 @@
+"""lib/show.py: the marks say what each token counts, never cut a character, steer no terminal."""
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gtpo import conflict_weights
+from lib.show import group_page, show_group, text_mark, weighted_runs
+
+
+class Bytes:
+    """One token a byte; 256 is the end token."""
+
+    def decode(self, ids):
+        pieces = re.split(b"\xff", bytes(255 if i == 256 else i for i in ids))
+        return "<|end|>".join(piece.decode(errors="replace") for piece in pieces)
+
+
+def marked(ids, lam, color=False):
+    runs = weighted_runs(Bytes(), list(ids), lam)
+    return "".join(text_mark(piece, weight, color) for piece, weight in runs)
+
+
+def group(rows, lam=None, question="1+1?", gold="2"):
+    """The arguments of a group of completions; lam: conflict weights unless given."""
+    ids = torch.zeros(len(rows), max(map(len, rows)) + 1, dtype=torch.long)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for g, row in enumerate(rows):
+        ids[g, :len(row) + 1] = torch.tensor([*row, 256])
+        mask[g, :len(row) + 1] = True
+    rewards = torch.tensor([20.0, 0.0, 10.0])[:len(rows)]
+    advantages = torch.tensor([10.0, -10.0, 0.0])[:len(rows)]
+    if lam is None:
+        lam = conflict_weights(ids, mask, advantages)
+    kept = torch.tensor([1.0, 1.0, 0.0])
+    entropy = torch.tensor([0.25, 0.5, 1.25])
+    return Bytes(), question, gold, ids, mask, rewards, advantages, entropy, kept, lam
+
+
+@pytest.mark.parametrize("text, lam, shown", [
+    ("abcde", [2, 2, 1, 1, 2], "[[ab]]cd[[e]]"), ("abcde", [0, 1, 1, 0, 0], "((a))bc((de))"),
+    ("abc", [1, 1, 1], "abc"), ("", [], ""), ("a\nb", [2, 2, 1], "[[a\\n]]b"),
+    ("abcd", [3, 0.5, 0.5, -1], "[[a]]x3[[bc]]x0.5[[d]]x-1"),
+    ("a\x1b[31m\rb\u2028", [1] * 11, "a\\x1b[31m\\rb\\u2028"),
+])
+def test_marks_of_weights(text, lam, shown):
+    """Regression: a weight of 3 was once shown as ((..)), which says 0."""
+    assert marked(text.encode(), lam) == shown
+
+
+@pytest.mark.parametrize("weight, code", [(2.0, "1;32"), (0.0, "34"), (0.5, "35")])
+def test_colored_marks(weight, code):
+    assert marked(b"ab", [weight, 1.0], True) == f"\x1b[{code}m{marked(b'a', [weight])}\x1b[0mb"
+
+
+def test_no_mark_cuts_a_character():
+    """Regression: decoding piece by piece fills the text with U+FFFD. An emoji cut by a run's end
+    goes whole into the later run."""
+    text = "a\U0001F34E\u2211b"
+    plain = text.encode()                       # 1, 4, 3 and 1 bytes
+    for cut in range(1, 9):
+        for second in range(cut, 10):
+            lam = [2] * cut + [1] * (second - cut) + [0] * (9 - second)
+            shown = marked(plain, lam)
+            assert re.sub(r"\[\[|\]\]|\(\(|\)\)", "", shown) == text
+    assert marked(plain, [2, 2, 2, 0, 0, 1, 1, 1, 1]) == "[[a]]((\U0001F34E))\u2211b"
+    assert marked(b"a\xf0\x9f", [2, 1, 1]) == "[[a]]\ufffd"     # ends inside a character
+    assert marked("\u2211b".encode(), [2, 1, 1, 1]) == "\u2211b"        # no empty [[]] in front
+
+
+def test_show_group():
+    """By hand: two completions of opposite sign share their first three tokens and their end."""
+    text = show_group(*group([b"12 a", b"12 bc", b"9"]), color=False)
+    question, head, *lines, legend = text.split("\n")
+    assert question == "1+1?   (gold: 2)"
+    assert head.split() == ["reward", "advantage", "entropy", "tokens"]
+    assert [line.split(maxsplit=4) for line in lines] == [
+        ["20.0", "+10.00", "0.250", "5", "[[12 ]]a[[<|end|>]]"],
+        ["0.0", "-10.00", "0.500", "6", "((12 ))bc((<|end|>))"],
+        ["10.0", "+0.00", "1.250", "2", "(filtered) 9<|end|>"]]
+    assert legend == ("[[..]] weight 2: conflict tokens where A > 0; ((..)) weight 0: conflict "
+                      "tokens where A < 0, not punished; all else weight 1")
+
+
+@pytest.mark.parametrize("lam, legend", [
+    ([[1.0, 1.0], [1.0, 1.0]], None),
+    ([[3.0, 1.0], [0.0, 1.0]], "[[..]]x3 weight 3; ((..)) weight 0: conflict tokens where A < 0, "
+                               "not punished; all else weight 1"),
+])
+def test_the_legend_says_what_occurs(lam, legend):
+    """Weights at padding, 0 by convention, are none of it."""
+    lam = torch.cat((torch.tensor(lam), torch.zeros(2, 1)), dim=1)
+    args = group([b"a", b"b"], lam)
+    args = (*args[:3], *(torch.nn.functional.pad(x, (0, 1)) for x in args[3:5]), *args[5:])
+    last = show_group(*args, color=False).split("\n")[-1]
+    assert last == (legend or "   0.0     -10.00    0.500       2  b<|end|>")
+    assert ("weight 3" in group_page(*args)) == ("all else" in group_page(*args)) == bool(legend)
+
+
+def test_only_a_screen_gets_colors(monkeypatch):
+    args = group([b"12 a", b"12 b"], question="a\x1b[2Jb", gold="1\n2")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;32m" in show_group(*args)
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = show_group(*args)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
+    assert show_group(*args) == plain and "\x1b" not in plain
+    assert plain.startswith("a\\x1b[2Jb   (gold: 1\\n2)\n")      # data steer no terminal either
+
+
+def test_the_page_is_self_contained_and_escapes_everything():
+    page = group_page(*group([b"<b>&1", b"<b>&2", b"x"], question="<script>alert(1)</script>",
+                             gold="<i>"))
+    assert '<span class="x2" title="weight 2">&lt;b&gt;&amp;</span>1' in page
+    assert '<span class="x0" title="weight 0">&lt;b&gt;&amp;</span>2' in page
+    assert "&lt;script&gt;" in page and "(gold: &lt;i&gt;)" in page
+    assert not re.search("<script|<i>|src=|href|@import|url", page)
+    assert re.findall(r"<small>(.*?)</small>", page) == [
+        "reward 20.0, A +10.00, entropy 0.250, 6 tokens",
+        "reward 0.0, A -10.00, entropy 0.500, 6 tokens",
+        "reward 10.0, A +0.00, entropy 1.250, 2 tokens, filtered"]
+    assert re.findall('<li class="(.*?)">', page) == ["good", "bad", "tied filtered"]
+    assert '<sub>x3</sub>' in group_page(*group([b"a"], torch.full((1, 2), 3.0)))

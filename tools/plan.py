@@ -1,0 +1,147 @@
+"""
+Will it fit? Memory and arithmetic of a run, from config.json and the settings alone: no weights,
+no GPU.
+
+    python train.py config/qwen2.5_3b_gsm8k.toml --plan
+
+A formula, within 20% of what torch allocates (tests/test_plan.py compares). Every prompt has
+max_prompt_tokens, every completion max_new_tokens. CUDA's context and the workspaces of its
+kernels come on top: 1 or 2 GB.
+"""
+import os
+
+import torch
+
+from gtpo import CHUNK_ELEMENTS
+from lib.files import read_json
+from lib.hf import Config
+from model import GPT
+from sample import DRAW_ELEMENTS
+
+# config.json of published models
+SHAPES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "config", "shapes")
+
+
+def model_config(name):
+    """The Config of a model folder, or of a published model whose config.json lies in
+    config/shapes/. ValueError, OSError: what is wrong."""
+    known = sorted(f.removesuffix(".json") for f in os.listdir(SHAPES) if f.endswith(".json"))
+    path = os.path.join(name, "config.json")
+    if not os.path.isdir(name):
+        if os.path.basename(name) not in known:
+            raise ValueError(f"--plan: model={name!r} is no folder in Hugging Face format, and of "
+                             f"published models only the shapes of {' and '.join(known)} are "
+                             "known (config/shapes/)")
+        path = os.path.join(SHAPES, os.path.basename(name) + ".json")
+    return Config.from_dict(read_json(path), path)
+
+
+class Plan:
+    """What a run of settings `c` (train.py's TrainConfig) with a model of Config `m` needs on each
+    of `processes` GPUs, in bytes; .parts maps each row of the table to its bytes."""
+
+    def __init__(self, c, m, processes=1):
+        self.c, self.m = c, m
+        rank = read_json(os.path.join(c.adapter, "adapter_config.json"))["r"] if c.adapter else c.lora_rank
+        with torch.device("meta"):
+            weights = dict(GPT(m).named_parameters())
+        matrices = [w.shape for name, w in weights.items() if ".layers." in name and w.dim() == 2]
+        self.base = sum(w.numel() for w in weights.values())
+        self.matrices = sum(rows * columns for rows, columns in matrices)
+        self.full, adapter = not rank, rank * sum(rows + columns for rows, columns in matrices)
+        self.trainable = adapter or self.base
+        bf16 = c.dtype == "bfloat16" or (c.dtype == "auto" and c.device != "cpu")
+        self.e = 2 if bf16 else 4                          # bytes of a number in a layer
+        self.r = 4 if self.full else self.e                # of one between layers, and of a weight
+        self.copies = 2 * self.matrices if bf16 and self.full else 0        # autocast's
+        self.prompts = max(1, c.prompts_per_step // processes)              # of one process
+        reference = self.base if c.beta and self.full else 0
+        self.weights = self.r * (self.base + reference) + 4 * adapter
+        self.moments = 8 * self.trainable
+        self.parts = {"weights": self.weights, "gradients": 4 * self.trainable,
+                      "optimizer": self.moments, **self.training()}
+        self.parts |= {f"sampling: {name}": size for name, size in self.sampling(
+            self.prompts, c.group_size).items()}
+        batch = max(1, self.prompts * c.group_size // c.eval_samples)
+        self.parts["evaluation: peak"] = self.sampling(batch, c.eval_samples)["peak"]
+
+    def sampling(self, P, G):
+        """Memory of G completions for each of P prompts; peak: weights and optimizer included."""
+        m, c, Tp, L = self.m, self.c, self.c.max_prompt_tokens, self.c.max_new_tokens
+        kv = 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim * self.e    # of a token
+        rows = min(P * G, max(1, DRAW_ELEMENTS // m.vocab_size))
+        prompts, own = P * Tp * kv, P * G * L * kv
+        scores = P * G * m.num_attention_heads * (Tp + L) * 16
+        logits = rows * m.vocab_size * 28
+        prefill = P * Tp * (3 * m.intermediate_size + 4 * m.hidden_size) * self.e
+        peak = prompts + max(prefill, prompts + own + scores + logits)
+        return {"keys and values": prompts + own, "scores": scores, "logits": logits,
+                "peak": self.weights + self.moments + self.copies + peak}
+
+    def layer(self, tokens, keys, mask):
+        """What autograd keeps of a layer, and what its backward pass needs beside it for a moment.
+        keys: of all sequences together, one for each query head; mask: its elements."""
+        m, e, H, F = self.m, self.e, self.m.hidden_size, self.m.intermediate_size
+        width = m.num_attention_heads * m.head_dim
+        kept = tokens * (e * (4 * F + 2 * width + 2 * H) + 2 * H * (4 + e))
+        return kept + e * (2 * width * keys + mask), tokens * e * (2 * F + 2 * H)
+
+    def training(self):
+        """Memory of a micro-batch at full length, and the peak, everything included."""
+        m, c, H, V = self.m, self.c, self.m.hidden_size, self.m.vocab_size
+        Tp, G, L = c.max_prompt_tokens, c.group_size, c.max_new_tokens
+        P = min(self.prompts, max(1, c.micro_tokens // (Tp + G * L)))
+        N = min(P * G, max(1, (c.micro_tokens - P * Tp) // L))
+        prompt, backward = self.layer(P * Tp, P * Tp, 0)
+        own, more = self.layer(N * L, N * (Tp + L), N * L * (Tp + L))
+        backward = max(backward, more)
+        kv = 2 * m.num_key_value_heads * m.head_dim * self.e * P * Tp
+        if c.checkpointing:                     # inputs of layers are kept, one layer runs again
+            backward += max(prompt, own)
+            prompt, own = P * Tp * H * self.r + kv, N * L * H * self.r
+        layers = m.num_hidden_layers
+        chunk = min(CHUNK_ELEMENTS, N * L * V) * (8 + 2 * (self.e == 2))
+        head = chunk + N * L * H * (self.e + 2 * self.r) + 4 * V * H * self.full
+        # when backward goes over from completions to prompts, gradients of the former wait
+        waiting = 4 * self.trainable - self.copies + layers * (prompt + kv)
+        peak = max(self.copies + layers * (prompt + own) + max(head, backward), waiting + backward)
+        return {"training: activations": layers * (prompt + own), "training: a layer": backward,
+                "training: head and logits": head,
+                "training: peak": self.weights + self.moments + 4 * self.trainable + peak}
+
+    def flops(self):
+        """Floating-point operations of a step over all processes: sampling, training."""
+        m, c = self.m, self.c
+        Tp, L, N = c.max_prompt_tokens, c.max_new_tokens, c.prompts_per_step * c.group_size
+        head = 2 * m.vocab_size * m.hidden_size * N * L
+        pairs = c.prompts_per_step * Tp * Tp / 2 + N * L * (Tp + L / 2)
+        once = 2 * self.matrices * (c.prompts_per_step * Tp + N * L) + head
+        once += 4 * m.num_hidden_layers * m.num_attention_heads * m.head_dim * pairs
+        return once, once * (3 if self.full else 2) + (once - head) * c.checkpointing
+
+
+def report(c, config, processes=1):
+    """The plan as text: settings c (TrainConfig), the model's Config, for `processes` GPUs and,
+    beside it, for 8. ValueError: the model has no room for prompt and completion."""
+    if c.max_prompt_tokens + c.max_new_tokens > config.max_position_embeddings:
+        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens "
+                         f"{c.max_new_tokens} is more than the model's "
+                         f"{config.max_position_embeddings} positions (max_position_embeddings)")
+    counts = sorted({processes} | ({8} if c.prompts_per_step % 8 == 0 else set()))
+    plans = [Plan(c, config, n) for n in counts]
+    p, (sampling, training) = plans[0], plans[0].flops()
+    unit, name = (1e9, "GB") if p.base > 1e8 else (1e6, "MB")
+    lines = [
+        f"{c.model or 'a new ' + config.model_type}: {p.base:,} weights, {p.trainable:,} trained, "
+        f"{'bfloat16' if p.e == 2 else 'float32'}, checkpointing {'on' if c.checkpointing else 'off'}",
+        f"a step: {c.prompts_per_step} prompts of {c.max_prompt_tokens:,} tokens, "
+        f"{c.prompts_per_step * c.group_size} completions of {c.max_new_tokens:,}; "
+        f"{sampling / 1e12:,.2f} TFLOP to sample, {training / 1e12:,.2f} to train", "",
+        f"{name + ' on each GPU; not all at once':38}"
+        + "".join(f"{f'{n} GPU' + 's' * (n > 1):>10}" for n in counts)]
+    lines += [f"  {row:36}" + "".join(f"{plan.parts[row] / unit:10.2f}" for plan in plans)
+              for row in p.parts]
+    largest = [max(size for row, size in plan.parts.items() if "peak" in row) for plan in plans]
+    lines.append(f"{'the largest peak, give or take 20%':38}"
+                 + "".join(f"{size / unit:10.2f}" for size in largest))
+    return "\n".join(lines)

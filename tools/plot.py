@@ -1,0 +1,199 @@
+"""
+Pictures of runs: what train.py logged at each step, and the pass@k and maj@k of eval.py's files.
+
+    python -m tools.plot out/gtpo out/grpo                      # writes out/plot.png
+    python -m tools.plot out/gtpo-s0 out/gtpo-s1 out/grpo-s0 out/grpo-s1 --out=compare.png
+
+Names that differ only in a last -s0, -s1, ... are seeds of one setting: a line is their mean, its
+band goes from the lowest to the highest. A run's curves over k come from its eval.jsonl
+(python eval.py ... --out=RUN/eval.jsonl), else from its last evaluation in metrics.jsonl.
+Needs matplotlib, which nothing else here does: pip install matplotlib
+"""
+import argparse
+import json
+import math
+import os
+import re
+import sys
+
+import numpy as np
+
+from eval import by_problem, columns, mean, problem_stats, read_results
+from lib.run import command
+
+# field of metrics.jsonl: title
+PANELS = {"accuracy": "accuracy", "format": "format", "entropy": "entropy, nats",
+          "reward": "reward", "kept": "kept share", "conflict": "conflict share",
+          "grad_norm": "gradient norm"}
+
+
+def read_jsonl(path, needs=()):
+    """The rows of a JSONL file, objects that have the fields `needs`. A last line that a kill has
+    cut off is left out. ValueError: another line that is no such row, with its number."""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        lines = f.read().split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not set(needs) <= row.keys():
+            raise ValueError(f"{path}:{number}: not a row with {', '.join(needs)}; mend or remove "
+                             "the line")
+        rows.append(row)
+    return rows
+
+
+def read_curves(path):
+    """{data set: {"pass@1": 0 to 1, "maj@1": ..., "pass@2": ...}} of a file of eval.py, for
+    k = 1, 2, 4, ... up to its n. ValueError: broken, or without completions."""
+    header, rows = read_results(path)
+    if not rows:
+        raise ValueError(f"{path}: no completions in it; run its eval.py command again")
+    curves = {}
+    for name, spec in header["settings"]["data"].items():
+        ks = sorted({2**e for e in range(spec["n"].bit_length())} | {spec["n"]})
+        problems = by_problem(row for row in rows if row["data"] == name).values()
+        stats = np.array([problem_stats(group, ks) for group in problems])      # (problems, ...)
+        if stats.size:
+            curves[name] = {c: mean(v) for c, v in zip(columns(ks), stats.T) if "@" in c}
+    return curves
+
+
+def read_run(path):
+    """(series, curves) of a run's folder or a file of eval.py. series: {field of PANELS: array
+    over RL steps}, empty without RL steps; curves as in read_curves. ValueError: nothing to draw.
+    """
+    if path.endswith(".jsonl"):
+        return {}, read_curves(path)
+    if not os.path.exists(f"{path}/metrics.jsonl"):
+        raise ValueError(f"{path}: no such run; give the folder of a run (with metrics.jsonl in "
+                         "it) or a .jsonl file of eval.py")
+    rows = read_jsonl(f"{path}/metrics.jsonl", ("step", "phase"))
+    steps = [row for row in rows if row["phase"] not in ("sft", "eval")]
+    evaluations = [{k: v for k, v in row.items() if "@" in k and v is not None}
+                   for row in rows if row["phase"] == "eval"]
+    if not steps and not evaluations:
+        raise ValueError(f"{path}: no RL step and no evaluation yet; wait for the first")
+    series = {field: np.array([row.get(field) for row in steps], float) for field in PANELS}
+    curves = {"held out": evaluations[-1]} if evaluations else {}
+    if os.path.exists(f"{path}/eval.jsonl"):
+        curves = read_curves(f"{path}/eval.jsonl")
+    return series if steps else {}, curves
+
+
+def group_runs(paths):
+    """{label: the paths of its seeds}. The label is the path without the folders that all share
+    and without a last -s0, _s1, -seed2."""
+    paths = [os.path.abspath(path) for path in dict.fromkeys(map(os.path.normpath, paths))]
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    groups = {}
+    for path in paths:
+        name = os.path.relpath(path, shared).removesuffix(".jsonl")
+        groups.setdefault(re.sub(r"[-_.]s(eed)?\d+$", "", name), []).append(path)
+    return groups
+
+
+def smooth(values, width):
+    """Centred moving average over `width` values (odd), fewer at the ends; NaNs are left out.
+    values (n,) -> (n,)."""
+    half, known = width // 2, ~np.isnan(values)
+    near = [slice(max(0, i - half), i + half + 1) for i in range(len(values))]
+    return np.array([values[s][known[s]].mean() if known[s].any() else math.nan for s in near])
+
+
+def line(axis, x, seeds, **style):
+    """The mean of seeds (arrays, the longer ones are cut) over x, and a band from the lowest to
+    the highest."""
+    n = min(map(len, seeds))
+    values = np.stack([s[:n] for s in seeds])                   # (seeds, n)
+    drawn, = axis.plot(x[:n], values.mean(0), **style)
+    if len(seeds) > 1:
+        axis.fill_between(x[:n], values.min(0), values.max(0), color=drawn.get_color(),
+                          alpha=0.15, linewidth=0)
+
+
+def draw_curves(axis, kind, runs, color):
+    """pass@k or maj@k of the seeds of one setting, a dash for each data set."""
+    sets = list(dict.fromkeys(name for _, curves in runs for name in curves))
+    for dash, name in zip(("-", "--", ":", "-."), sets):
+        curves = [curves[name] for _, curves in runs if name in curves]
+        shared = set.intersection(*(set(curve) for curve in curves))
+        ks = sorted(int(c.split("@")[1]) for c in shared if c.startswith(kind))
+        line(axis, ks, [[curve[f"{kind}@{k}"] for k in ks] for curve in curves], color=color,
+             linestyle=dash, marker="o", markersize=3, label=name if len(sets) > 1 else None)
+
+
+def dress(axis, title):
+    """What belongs to the panel of this title."""
+    axis.set_title(title)
+    axis.set_xlabel("k" if "@" in title else "RL step")
+    axis.grid(alpha=0.3)
+    if title == PANELS["grad_norm"]:
+        axis.set_yscale("log")
+    elif title == PANELS["entropy"]:
+        axis.set_ylim(0, max(0.8, axis.get_ylim()[1]))
+        axis.axhline(math.log(2), color="black", linestyle="--", linewidth=1, label="ln 2")
+    elif title != PANELS["reward"]:
+        axis.set_ylim(0, 1.02)
+    if "@" in title:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda k, _: f"{k:g}")
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize="small")
+
+
+def draw(groups, out):
+    """Draws {label: [(series, curves) of each seed]} into the picture file `out`. ImportError
+    without matplotlib."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 3, figsize=(13, 10), dpi=80, layout="constrained")
+    axes = axes.flat
+    steps = [len(series["reward"]) for runs in groups.values() for series, _ in runs if series]
+    width = 1 + 2 * (max(steps, default=1) // 30)
+    names = []
+    for number, (label, runs) in enumerate(groups.items()):
+        color = f"C{number % 10}"
+        for axis, field in zip(axes, PANELS):
+            seeds = [smooth(series[field], width) for series, _ in runs if series]
+            if seeds:
+                line(axis, range(1, max(steps) + 1), seeds, color=color, linewidth=1.3)
+        for axis, kind in zip(axes[len(PANELS):], ("pass", "maj")):
+            draw_curves(axis, kind, runs, color)
+        seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
+        names.append(plt.Line2D([], [], color=color, label=label + seeds))
+    for axis, title in zip(axes, [*PANELS.values(), "pass@k", "maj@k"]):
+        dress(axis, title)
+    figure.legend(handles=names, loc="outside upper center", ncols=4)
+    figure.supxlabel(f"per step: moving average over {width} steps; bands: lowest and highest "
+                     "seed", fontsize="small")
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def main(argv):
+    """The command line. ValueError, OSError: what is wrong with a run."""
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or a file of eval.py")
+    p.add_argument("--out", default="out/plot.png", metavar="FILE.png",
+                   help="default: out/plot.png")
+    args = p.parse_args(argv)
+    if not args.out.endswith(".png"):
+        p.error(f"--out={args.out}: the name of the picture should end in .png")
+    groups = {label: [read_run(path) for path in paths]
+              for label, paths in group_runs(args.runs).items()}
+    try:
+        draw(groups, args.out)
+    except ImportError as e:
+        raise ValueError(f"plot draws with matplotlib ({e}): pip install matplotlib") from None
+    print(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))
