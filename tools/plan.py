@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from gtpo import CHUNK_ELEMENTS
+from logprobs import CHUNK_ELEMENTS
 from lib.files import read_json
 from lib.hf import Config
 from model import GPT
