@@ -17,7 +17,7 @@ the tags). `python rewards.py` prints a table of hard cases.
 """
 import re
 
-from lib.grading import answers_equal, last_boxed
+from lib.grading import answers_equal, last_boxed, unboxed
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -74,7 +74,7 @@ def extract_answer(text):
         elif begin is not None:
             block, begin = text[begin:tag.start()], None
     if block is not None:
-        return last_boxed(block) or block.strip() or None
+        return unboxed(block)
     for name in ("reasoning", "think"):
         if text.rfind(f"<{name}>") > text.rfind(f"</{name}>"):
             return None

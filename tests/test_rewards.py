@@ -85,7 +85,8 @@ def test_an_unreadable_gold_pays_nobody(gold):
     ("<answer>3<answer>4</answer>", "4"),
     (r"<answer>\boxed{5}</answer>", "5"),
     (r"\boxed{3} <answer>4</answer> \boxed{5}", "4"),  # the block wins
-    ("<answer> </answer>", None),
+    ("<answer> </answer>", None), (r"<answer>\boxed{}</answer>", None),
+    (r"<answer>\boxed{4} or \boxed{5</answer>", None), (r"\boxed{4} or \boxed{5", None),
     (r"so \boxed{\frac{5}{6}}.", r"\frac{5}{6}"),
     (r"<think>\boxed{3}</think> \boxed{4}", "4"),
     (r"<think>so \boxed{7}</think> I give up", None),
