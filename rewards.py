@@ -17,9 +17,16 @@ the tags). `python rewards.py` prints a table of hard cases.
 """
 import re
 
-from lib.grading import answers_equal, last_boxed
+from lib.grading import answers_equal, last_boxed, unboxed
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+
+def after_thought(text):
+    """What a completion says: what follows its last </think>; nothing when a <think> never ends.
+    Neither format nor answer are looked for in a thought."""
+    said = text.rpartition("</think>")[2]
+    return "" if "<think>" in said else said
 
 
 def format_reward(text):
@@ -36,6 +43,7 @@ def format_reward(text):
     The authors' code lets tags repeat; here a repeated tag spoils its block, so that a text that
     starts over earns less than a clean one.
     """
+    text = after_thought(text)
     once = [text.find(tag) if text.count(tag) == 1 else -1 for tag in TAGS]
     start, end, answer_start, answer_end = once
     reasoning = 0 <= start < end
@@ -65,8 +73,9 @@ def extract_answer(text):
     """The final answer of a completion, or None: the last complete <answer> block (or the \\boxed{}
     in it), else the last \\boxed{...}.
 
-    A number found elsewhere is never taken, nor a box in the reasoning: before </reasoning> or
-    </think>, or in a block that never ends."""
+    A number found elsewhere is never taken, nor what stands in a thought, nor a box in the
+    reasoning: before </reasoning>, or in a block that never ends."""
+    text = after_thought(text)
     block, begin = None, None
     for tag in re.finditer("</?answer>", text):
         if tag[0] == "<answer>":
@@ -74,12 +83,9 @@ def extract_answer(text):
         elif begin is not None:
             block, begin = text[begin:tag.start()], None
     if block is not None:
-        return last_boxed(block) or block.strip() or None
-    for name in ("reasoning", "think"):
-        if text.rfind(f"<{name}>") > text.rfind(f"</{name}>"):
-            return None
-        text = text.rpartition(f"</{name}>")[2]
-    return last_boxed(text)
+        return unboxed(block)
+    said = text.rpartition("</reasoning>")[2]
+    return None if "<reasoning>" in said else last_boxed(said)
 
 
 if __name__ == "__main__":

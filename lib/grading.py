@@ -28,15 +28,18 @@ DEEPEST = 12    # nested brackets; what lies deeper is compared as text
 # --------------------------------------------------------------------------------------------------
 # find the boxed answer
 
-BOX = re.compile(r"\\?\\(?:boxed|fbox)(?:\s*(\{)|\s+([^\s{}$\\]+)|(?=\W))|\\.|[{}]", re.S)
+HAS_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+# group 1: the brace of \boxed{, group 2: the 2 of `\boxed 2`
+BOX = re.compile(r"\\?" + HAS_BOX.pattern + r"(?:\s*(\{)|\s+([^\s{}$\\]+))?|\\.|[{}]", re.S)
 # what may stand between two boxes of one answer, e.g. `, and x = `
 BETWEEN = re.compile(r"(?:[a-z]+ )?(?:[,;]|,? ?(?:and|or)(?![a-z]))? ?"
                      r"(?:[a-zA-Z](?:_\{?[0-9]\}?)? ?= ?)?")
 
 
 def boxes(text):
-    """The boxes that hold something, the inner one of nested ones: (begin, end, content) each."""
-    found = []
+    """The boxes of a text that hold something, the inner one of nested ones: (begin, end, content)
+    each; and where the last one begins that is not finished, -1 if all are."""
+    found, unfinished = [], -1
     opened = []  # for each open brace: where its box and the box's content begin, or None
     for m in BOX.finditer(text):
         if m[2]:
@@ -50,15 +53,18 @@ def boxes(text):
             content = text[inside:m.start()].strip()
             if content:
                 found.append((begin, m.end(), content))
-    return found
+        elif HAS_BOX.search(m[0]):
+            unfinished = m.start()
+    return found, max([unfinished] + [box[0] for box in opened if box])
 
 
 def last_boxed(text):
     """Content of the last \\boxed{...} or \\fbox{...} with balanced braces (or `\\boxed 2`), the
-    inner one of nested ones, or None. Boxes side by side, with a comma, `and` or `or` between them,
-    are one answer: \\boxed{1} and \\boxed{2} is `1, 2`."""
-    found = boxes(text) if "boxed" in text or "fbox" in text else []
-    if not found:
+    inner one of nested ones. None if there is none, or if the last one is not finished: no earlier
+    one is taken instead. Boxes side by side, with a comma, `and` or `or` between them, are one
+    answer: \\boxed{1} and \\boxed{2} is `1, 2`."""
+    found, unfinished = boxes(text) if HAS_BOX.search(text) else ([], -1)
+    if not found or unfinished > found[-1][0]:
         return None
     contents, word = [found[-1][2]], ", "
     for (_, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1]):
@@ -72,6 +78,12 @@ def last_boxed(text):
         if re.search(r"\bor\b", gap):
             word = " or "
     return word.join(contents[::-1]) if len(set(contents)) > 1 else contents[0]
+
+
+def unboxed(text):
+    """The answer in a text that is nothing but an answer: what its last box holds, all of it when
+    it has no box. None: an empty text, an empty or unfinished box."""
+    return last_boxed(text) if HAS_BOX.search(text) else text.strip() or None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,7 +113,7 @@ def repeating(whole, start, period):
 
 RULES = [(re.compile(pattern), to) for pattern, to in (
     # in this order; white space has become single blanks
-    (r"</?answer>|\\(?:boxed|fbox)(?: ?\{ ?\})?(?![a-z])", ""),  # <answer>5</answer> -> 5
+    (r"</?answer>", ""),
     (r"^[ *`\"]+|[ *`\"]+$", ""),  # **5** -> 5
     (r"\\q?quad", " "),
     # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
@@ -192,7 +204,7 @@ def stated(text):
 def clean(text):
     """The answer without wrappers and units, each thing in one spelling, each argument in braces.
     ¶ ends the row of a matrix; elsewhere a doubled backslash is one."""
-    text = " ".join((last_boxed(text) or stated(text)).split()).translate(UNICODE)
+    text = " ".join(stated(unboxed(text) or "").split()).translate(UNICODE)
     if "\\begin" in text:
         text = text.replace("\\\\", "¶")
     else:

@@ -25,9 +25,12 @@ def equal(a, b):
     ("\\boxed{3}\n\\boxed{4}", "4"), (r"\boxed{x = \boxed{4}}", "4"),
     (r"\fbox{4}", "4"), (r"\boxed 2$.", "2"), (r"\boxed {4}", "4"), ("\\boxed\n{4}", "4"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{(0,1]}", "(0,1]"),
-    (r"\boxed{4} and then \boxed{\frac{1}", "4"),
     (r"a stray { and \boxed{4}", "4"), (r"a stray } and \boxed{4}", "4"),
     (r"\boxed{4} or \boxed{}", "4"), (r"\boxed{}", None), ("4", None),
+    # the last one is not finished: an earlier one was once taken
+    (r"\boxed{4} or better \boxed{5", None), (r"\boxed{4} and then \boxed{\frac{1}", None),
+    (r"\boxed{4}, so \boxed", None), (r"\boxed{4} \boxed $5$", None),
+    (r"\boxed{4 or \boxed{5}", "5"),
     # boxes side by side are one answer
     (r"\boxed{1},\boxed{2}, \boxed{3}", "1, 2, 3"), (r"\boxed{1} or $\boxed{2}$", "1 or 2"),
     (r"\boxed{1} papers and \boxed{2} bins", "1, 2"), (r"x = \boxed{1}, y = \boxed{2}", "1, 2"),
@@ -38,8 +41,10 @@ def test_last_boxed(text, answer):
     assert last_boxed(text) == answer
 
 
-def test_none_is_no_answer():
+def test_no_answer_equals_nothing():
     assert not equal(None, "4") and not equal(None, None)
+    unfinished = r"\boxed{4} or \boxed{5"
+    assert not equal(unfinished, "4") and not equal(unfinished, unfinished)
 
 
 # verdicts by hand ---------------------------------------------------------------------------------

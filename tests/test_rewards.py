@@ -69,6 +69,17 @@ def test_a_number_in_the_reasoning_is_never_paid():
     assert accuracy_reward(r"<reasoning>\boxed{7}</reasoning><answer></answer>", "7") == 0
 
 
+@pytest.mark.parametrize("thought, paid", [
+    ("They want <reasoning> and <answer>.\n</think>\n\n", 20),  # begun by the prompt
+    (f"<think>{FULL.format(9)}</think>", 20), ("<think>a</think>b <answer></think>", 20),
+    ("<think>", 0), ("<think>a</think><think>", 0), ("a </think> b <think> ", 0)])
+def test_thoughts_are_not_graded(thought, paid):
+    """Guards: tags that a thought names cost the format; the answer of a thought was graded."""
+    text = thought + FULL.format(4)
+    assert sum(rewards.reward_parts(text, "4").values()) == paid
+    assert extract_answer(text) == ("4" if paid else None)
+
+
 @pytest.mark.parametrize("gold", [
     "", "  ", "see figure", "See solution.", "<answer></answer>", r"\boxed{}", "$$", "\\text{}",
     "?", "nan", "N/A", "3/0"])
@@ -85,10 +96,12 @@ def test_an_unreadable_gold_pays_nobody(gold):
     ("<answer>3<answer>4</answer>", "4"),
     (r"<answer>\boxed{5}</answer>", "5"),
     (r"\boxed{3} <answer>4</answer> \boxed{5}", "4"),  # the block wins
-    ("<answer> </answer>", None),
+    ("<answer> </answer>", None), (r"<answer>\boxed{}</answer>", None),
+    (r"<answer>\boxed{4} or \boxed{5</answer>", None), (r"\boxed{4} or \boxed{5", None),
     (r"so \boxed{\frac{5}{6}}.", r"\frac{5}{6}"),
     (r"<think>\boxed{3}</think> \boxed{4}", "4"),
-    (r"<think>so \boxed{7}</think> I give up", None),
+    (r"<think>so \boxed{7}</think> I give up", None), (r"<think>so \boxed{7}, or is it", None),
+    ("<think>maybe <answer>9</answer>? no</think>\n\\boxed{7}", "7"),
     (r"<reasoning>\boxed{3}</reasoning> \boxed{4}", "4"),
     (r"<reasoning>so \boxed{7}", None),
     ("the answer is 42", None), ("#### 42", None), ("", None),
