@@ -166,7 +166,8 @@ def _answer(row, named, question, reply):
     if not source:
         source, solution = "messages", reply
     solution = _text(source, solution)
-    if hashlib.sha256(question.strip().encode(errors="replace")).hexdigest()[:16] in MATH_EMPTY_BOXES:
+    asked = question.strip().encode(errors="replace")
+    if hashlib.sha256(asked).hexdigest()[:16] in MATH_EMPTY_BOXES:
         solution = solution.replace(r"\boxed{}", r"\boxed{0}")
     alone = bool(name)
     if name:

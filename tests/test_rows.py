@@ -87,6 +87,8 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
     ({"query": "q", "response": "x=\\boxed{5}. The answer is: 5"}, "5",
      "x=\\boxed{5}. The answer is: 5"),
     ({"query": "q", "response": "x is 5.\nThe answer is: 5"}, "5", "x is 5.\nThe answer is: 5"),
+    ({"query": "q", "response": "The answer is: see below.\n#### 5"}, "5",
+     "The answer is: see below."),
     # alpaca, TRL, capitals, others
     ({"instruction": "q", "input": "", "output": "So \\boxed{3}."}, "3", "So \\boxed{3}."),
     ({"prompt": "q", "solution": "$\\frac{2}{3}$"}, "$\\frac{2}{3}$", ""),
@@ -128,10 +130,10 @@ def test_the_input_of_an_instruction_belongs_to_the_question(tmp_path):
 
 def test_columns_by_name(tmp_path):
     row = {"q": "Why?", "question": "no", "extra": {"question": "How?", "gold": "It is\n#### 4"},
-           "answer": "7", "Result": 5}
+           "answer": "7", "Result": 5, "solution": "\\boxed{8}"}
     assert load(tmp_path, row, "q", "result").answer == "5"
     p = load(tmp_path, row, "extra.question", "extra.gold")
-    assert (p.question, p.answer, p.solution) == ("How?", "4", "It is")
+    assert (p.question, p.answer, p.solution) == ("How?", "4", "\\boxed{8}")
     with pytest.raises(ValueError, match="jsonl:1: no question in qq; the row has: q, question"):
         load(tmp_path, row, "qq")
     with pytest.raises(ValueError, match="jsonl:1: no answer in gold; .* --answer_field"):
@@ -226,6 +228,8 @@ FINE = {"question": "fine", "answer": "1"}
      '"answer": "1"}', 'the messages of "prompt" must end in a user turn'),
     ('{"messages": [{"role": "assistant", "content": "r"}], "answer": "1"}', "end in a user turn"),
     ('{"question": "\\ud800", "answer": "1"}', "half a surrogate"),
+    ('{"messages": [{"role": "system", "content": "\\udc00"}, {"role": "user", "content": "q"}], '
+     '"answer": "1"}', "half a surrogate"),
 ])
 def test_broken_rows_are_refused(tmp_path, line, says):
     """The bad row is the third line (a blank line counts); the message is one short line."""
