@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from lib.grading import answers_equal, last_boxed
+from lib.grading import answers_equal, is_placeholder, last_boxed
 from lib.hard_cases import HARD_CASES
 from rewards import accuracy_reward, extract_answer, format_reward
 
@@ -41,10 +41,23 @@ def test_last_boxed(text, answer):
     assert last_boxed(text) == answer
 
 
-def test_no_answer_equals_nothing():
-    assert not equal(None, "4") and not equal(None, None)
-    unfinished = r"\boxed{4} or \boxed{5"
-    assert not equal(unfinished, "4") and not equal(unfinished, unfinished)
+@pytest.mark.parametrize("text", r"""
+-inf ; proof ; Proof. ; \text{(proof)} ; notfound ; Not Found ; not_found ; None ; $\text{none}$
+**null** ; unknown ; undefined ; The answer is unknown. ; \boxed{None} ; N/A ; #N/A ; n.a. ; NA
+nan ; see figure ; (See solution.) ; \text{see above} ; I don't know. ; TBD ; ? ; ...
+___ ; $$ ; \text{} ; \boxed{} ; <answer></answer> ; \boxed{4} or \boxed{5 ; 3/0 ; \frac{1}{0}
+""".strip().replace("\n", " ; ").split(" ; ") + ["", "  ", None])
+def test_placeholders_equal_nothing(text):
+    """Guards: `proof` was right where the gold was `proof`, one row in six of a known set."""
+    assert is_placeholder(text)
+    assert not equal(text, text) and not equal(text, "4")
+
+
+@pytest.mark.parametrize("text", [
+    "no solution", r"\text{neither}", r"\text{empty}", r"\infty", r"\emptyset", r"\pi", "0", "na",
+    r"n\cdot a", ">", "DNE", "1/0.5", "none of these", "seed", "x" * 2000])
+def test_answers_that_look_like_placeholders(text):
+    assert not is_placeholder(text) and equal(text, text)
 
 
 # verdicts by hand ---------------------------------------------------------------------------------

@@ -16,13 +16,16 @@ FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
     ("\n <reasoning>\n3 bags\nof 4\n</reasoning>\n<answer>\n12\n</answer>\n", 10),
     # text before and between is paid
     ("Let us see.\n<reasoning>a</reasoning>\nSo:\n<answer>4</answer>", 10),
-    ("<reasoning>a</reasoning><answer></answer>", 10),
     # text after the end, wrong order, crossed, one broken tag, cut off
     ("<reasoning>a</reasoning><answer>4</answer> That is all.", 1.5),
     ("<answer>4</answer><reasoning>a</reasoning>", 1.5),
     ("<reasoning>a<answer>4</reasoning></answer>", 1.5),
     ("<reasoning}a</reasoning><answer>4</answer>", 1.5),
     ("<reasoning>a</reasoning><answer>4", 1.5),
+    # an answer block that holds nothing
+    ("<reasoning>a</reasoning><answer></answer>", 1.5), (FULL.format("."), 1.5),
+    (FULL.format(r"$ \boxed{} $"), 1.5), (FULL.format("." * 2000), 1.5), (FULL.format("x"), 10),
+    ("<answer></answer>", 0), ("<answer> </answer><reasoning>a</reasoning>", 1.5),
     ("<reasoning>a</reasoning> 4", 1),
     ("a <answer>4</answer>", 1),
     ("<reasoning}a<answer>4</answer>", 1),
@@ -80,13 +83,11 @@ def test_thoughts_are_not_graded(thought, paid):
     assert extract_answer(text) == ("4" if paid else None)
 
 
-@pytest.mark.parametrize("gold", [
-    "", "  ", "see figure", "See solution.", "<answer></answer>", r"\boxed{}", "$$", "\\text{}",
-    "?", "nan", "N/A", "3/0"])
-def test_an_unreadable_gold_pays_nobody(gold):
-    """Guards: a default reward of 1 when the gold answer cannot be read."""
-    for answer in ("5", "", gold):
-        assert accuracy_reward(FULL.format(answer), gold) == 0
+def test_a_placeholder_pays_nobody():
+    """Guards: a reward of 10 for whoever writes `proof` where the gold is `proof`."""
+    for gold in ("proof", "", "see figure"):
+        for answer in ("5", "", gold):
+            assert accuracy_reward(FULL.format(answer), gold) == 0
 
 
 @pytest.mark.parametrize("text, answer", [
