@@ -25,7 +25,7 @@ import shlex
 import zlib
 
 from lib.files import refuse_lfs_pointer
-from lib.grading import answers_equal, last_boxed
+from lib.grading import answers_equal, is_placeholder, last_boxed
 
 QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "messages")
 ANSWERS = ("answer", "reward_model.ground_truth", "final_answer", "expected_answer", "ground_truth")
@@ -204,10 +204,6 @@ def _check_answer(name, answer):
         raise NoAnswer(f'"{name}" gives an empty gold answer')
     if is_placeholder(answer):
         raise NoAnswer(f'"{name}" is {answer!r}, which stands for no answer')
-
-
-def is_placeholder(text):
-    return re.sub(r"[^a-z]", "", text.lower()) in {"proof", "notfound", "none", "unknown"}
 
 
 def _words(text):
