@@ -78,9 +78,11 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
             f"no usable answer; the first: {unusable[0]}")
     turns = [m["content"] for p in problems for m in p.messages or ()]
     if turns:
-        asks = any("<answer>" in turn for turn in turns)
-        say(f"{path}: prompts given as messages are used as they are, without system_prompt" + (
-            "" if asks else "; none asks for <reasoning> and <answer>, for which rewards look"))
+        line = f"{path}: prompts given as messages are used as they are, without system_prompt"
+        if not any("<answer>" in turn for turn in turns):
+            line += ("; none asks for <reasoning> and <answer>, for which the rewards look "
+                     "(--question_field can name a column of plain questions)")
+        say(line)
     return problems
 
 

@@ -2,6 +2,7 @@ r"""
 When are two answers equal? Exactly: as normalised text, or as rational numbers.
 
     answers_equal(pred, gold)    True or False
+    is_placeholder(text)         is it no answer at all: empty, proof, unknown, see figure, 3/0?
     last_boxed(text)             the content of the last \boxed{...}, or None
 
 No text is ever evaluated: digits are read into fractions.Fraction; nothing is summed, multiplied
@@ -28,15 +29,18 @@ DEEPEST = 12    # nested brackets; what lies deeper is compared as text
 # --------------------------------------------------------------------------------------------------
 # find the boxed answer
 
-BOX = re.compile(r"\\?\\(?:boxed|fbox)(?:\s*(\{)|\s+([^\s{}$\\]+)|(?=\W))|\\.|[{}]", re.S)
+HAS_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+# group 1: the brace of \boxed{, group 2: the 2 of `\boxed 2`
+BOX = re.compile(r"\\?" + HAS_BOX.pattern + r"(?:\s*(\{)|\s+([^\s{}$\\]+))?|\\.|[{}]", re.S)
 # what may stand between two boxes of one answer, e.g. `, and x = `
 BETWEEN = re.compile(r"(?:[a-z]+ )?(?:[,;]|,? ?(?:and|or)(?![a-z]))? ?"
                      r"(?:[a-zA-Z](?:_\{?[0-9]\}?)? ?= ?)?")
 
 
 def boxes(text):
-    """The boxes that hold something, the inner one of nested ones: (begin, end, content) each."""
-    found = []
+    """The boxes of a text that hold something, the inner one of nested ones: (begin, end, content)
+    each; and where the last one begins that is not finished, -1 if all are."""
+    found, unfinished = [], -1
     opened = []  # for each open brace: where its box and the box's content begin, or None
     for m in BOX.finditer(text):
         if m[2]:
@@ -50,15 +54,18 @@ def boxes(text):
             content = text[inside:m.start()].strip()
             if content:
                 found.append((begin, m.end(), content))
-    return found
+        elif HAS_BOX.search(m[0]):
+            unfinished = m.start()
+    return found, max([unfinished] + [box[0] for box in opened if box])
 
 
 def last_boxed(text):
     """Content of the last \\boxed{...} or \\fbox{...} with balanced braces (or `\\boxed 2`), the
-    inner one of nested ones, or None. Boxes side by side, with a comma, `and` or `or` between them,
-    are one answer: \\boxed{1} and \\boxed{2} is `1, 2`."""
-    found = boxes(text) if "boxed" in text or "fbox" in text else []
-    if not found:
+    inner one of nested ones. None if there is none, or if the last one is not finished: no earlier
+    one is taken instead. Boxes side by side, with a comma, `and` or `or` between them, are one
+    answer: \\boxed{1} and \\boxed{2} is `1, 2`."""
+    found, unfinished = boxes(text) if HAS_BOX.search(text) else ([], -1)
+    if not found or unfinished > found[-1][0]:
         return None
     contents, word = [found[-1][2]], ", "
     for (_, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1]):
@@ -72,6 +79,12 @@ def last_boxed(text):
         if re.search(r"\bor\b", gap):
             word = " or "
     return word.join(contents[::-1]) if len(set(contents)) > 1 else contents[0]
+
+
+def unboxed(text):
+    """The answer in a text that is nothing but an answer: what its last box holds, all of it when
+    it has no box. None: an empty text, an empty or unfinished box."""
+    return last_boxed(text) if HAS_BOX.search(text) else text.strip() or None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,7 +114,7 @@ def repeating(whole, start, period):
 
 RULES = [(re.compile(pattern), to) for pattern, to in (
     # in this order; white space has become single blanks
-    (r"</?answer>|\\(?:boxed|fbox)(?: ?\{ ?\})?(?![a-z])", ""),  # <answer>5</answer> -> 5
+    (r"</?answer>", ""),
     (r"^[ *`\"]+|[ *`\"]+$", ""),  # **5** -> 5
     (r"\\q?quad", " "),
     # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
@@ -189,10 +202,11 @@ def stated(text):
     return m[2] if harmless else text
 
 
+@lru_cache(4096)
 def clean(text):
     """The answer without wrappers and units, each thing in one spelling, each argument in braces.
     ¶ ends the row of a matrix; elsewhere a doubled backslash is one."""
-    text = " ".join((last_boxed(text) or stated(text)).split()).translate(UNICODE)
+    text = " ".join(stated(unboxed(text) or "").split()).translate(UNICODE)
     if "\\begin" in text:
         text = text.replace("\\\\", "¶")
     else:
@@ -567,24 +581,48 @@ def each_in(some, others):
     return all(any(same(x, y) for y in others) for x in some)
 
 
-NO_ANSWER = re.compile(r"(?is)see\s.*|[+-]?(?:nan|inf)|n/a|null|")
+# What rows and models write where there is no answer. Not among them is what answers a question:
+# `no solution`, `does not exist`, `neither`, `empty`, `cannot be determined`.
+PLACEHOLDERS = set((
+    "proof, proved, proven, qed, q e d, proof required, proof needed, proof omitted, proof "
+    "problem, no proof, to be proved, none, null, nan, inf, none given, none provided, unknown, "
+    "undefined, unspecified, unavailable, unanswered, missing, missing answer, notfound, not "
+    "found, answer not found, not available, not applicable, not given, not provided, not "
+    "specified, not stated, not known, not defined, not extracted, noanswer, no answer, no answer "
+    "found, no answer given, no answer provided, no answer available, no final answer, tbd, tba, "
+    "todo, pending, placeholder, to be determined, to be added, idk, don t know, i don t know, i "
+    "do not know").split(", "))
+NOT_APPLICABLE = re.compile(r"[\W_]*(?:[nN] ?[/.] ?[aA]|NA)[\W_]*")
+SOMETHING = re.compile(r"[^\W_]|[∞∅<>=≤≥]")
+
+
+def is_empty(text):
+    """Does an answer hold nothing: only white space, punctuation, wrappers such as $$, or a box
+    that is empty or not finished?"""
+    return not SOMETHING.search(text if len(text) > LONGEST else clean(text))
+
+
+def is_placeholder(text):
+    """Is an answer none, so that nothing equals it? None, an empty one, a word such as proof,
+    unknown, N/A or nan, a note such as `see figure`, a division by zero."""
+    if text is None or is_empty(text):
+        return True
+    head = stated(unboxed(text[:LONGEST]) or "")
+    words = " ".join(re.findall("[a-z0-9]+", re.sub(r"\\[a-zA-Z]+", " ", head).lower()))
+    if f"{words} ".startswith(("see ", "refer to ")) or words in PLACEHOLDERS:
+        return True
+    by_zero = len(text) <= LONGEST and re.search(r"/0+(?![0-9.])|\}\{0+\}", clean(text))
+    return bool(by_zero or NOT_APPLICABLE.fullmatch(head))
 
 
 def answers_equal(pred, gold):
-    """Is the answer pred equal to gold? Exact and symmetric, always a bool.
-
-    What is no answer equals nothing, not even itself: None, empty wrappers, nan, inf, a division by
-    zero, a note such as `see figure`."""
-    if pred is None or gold is None:
-        return False
-    if any(NO_ANSWER.fullmatch(s.strip()[:LONGEST]) for s in (pred, gold)):
+    """Is the answer pred equal to gold? Exact and symmetric, always a bool. What is no answer
+    equals nothing, not even itself."""
+    if is_placeholder(pred) or is_placeholder(gold):
         return False
     if max(len(pred), len(gold)) > LONGEST:
         return pred.strip() == gold.strip()
     pred, gold = clean(pred), clean(gold)
-    for s in (pred, gold):
-        if not re.search(r"[\w∞∅<>=≤≥]", s) or re.search(r"/0+(?![0-9.])|\}\{0+\}", s):
-            return False
     for a, b in ((pred, gold), (gold, pred)):  # (C) 27 is the choice (C)
         choice = re.fullmatch(r"\(?([A-J])[).:] ?\(?-?[0-9.][^A-Za-z]*", a)
         if choice and re.fullmatch(r"\(?[A-J]\)?", b):

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from lib.grading import answers_equal, last_boxed
+from lib.grading import answers_equal, is_placeholder, last_boxed
 from lib.hard_cases import HARD_CASES
 from rewards import accuracy_reward, extract_answer, format_reward
 
@@ -25,9 +25,12 @@ def equal(a, b):
     ("\\boxed{3}\n\\boxed{4}", "4"), (r"\boxed{x = \boxed{4}}", "4"),
     (r"\fbox{4}", "4"), (r"\boxed 2$.", "2"), (r"\boxed {4}", "4"), ("\\boxed\n{4}", "4"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{(0,1]}", "(0,1]"),
-    (r"\boxed{4} and then \boxed{\frac{1}", "4"),
     (r"a stray { and \boxed{4}", "4"), (r"a stray } and \boxed{4}", "4"),
     (r"\boxed{4} or \boxed{}", "4"), (r"\boxed{}", None), ("4", None),
+    # the last one is not finished: an earlier one was once taken
+    (r"\boxed{4} or better \boxed{5", None), (r"\boxed{4} and then \boxed{\frac{1}", None),
+    (r"\boxed{4}, so \boxed", None), (r"\boxed{4} \boxed $5$", None),
+    (r"\boxed{4 or \boxed{5}", "5"),
     # boxes side by side are one answer
     (r"\boxed{1},\boxed{2}, \boxed{3}", "1, 2, 3"), (r"\boxed{1} or $\boxed{2}$", "1 or 2"),
     (r"\boxed{1} papers and \boxed{2} bins", "1, 2"), (r"x = \boxed{1}, y = \boxed{2}", "1, 2"),
@@ -38,8 +41,23 @@ def test_last_boxed(text, answer):
     assert last_boxed(text) == answer
 
 
-def test_none_is_no_answer():
-    assert not equal(None, "4") and not equal(None, None)
+@pytest.mark.parametrize("text", r"""
+-inf ; proof ; Proof. ; \text{(proof)} ; notfound ; Not Found ; not_found ; None ; $\text{none}$
+**null** ; unknown ; undefined ; The answer is unknown. ; \boxed{None} ; N/A ; #N/A ; n.a. ; NA
+nan ; see figure ; (See solution.) ; \text{see above} ; I don't know. ; TBD ; ? ; ...
+___ ; $$ ; \text{} ; \boxed{} ; <answer></answer> ; \boxed{4} or \boxed{5 ; 3/0 ; \frac{1}{0}
+""".strip().replace("\n", " ; ").split(" ; ") + ["", "  ", None])
+def test_placeholders_equal_nothing(text):
+    """Guards: `proof` was right where the gold was `proof`, one row in six of a known set."""
+    assert is_placeholder(text)
+    assert not equal(text, text) and not equal(text, "4")
+
+
+@pytest.mark.parametrize("text", [
+    "no solution", r"\text{neither}", r"\text{empty}", r"\infty", r"\emptyset", r"\pi", "0", "na",
+    r"n\cdot a", ">", "DNE", "1/0.5", "none of these", "seed", "x" * 2000])
+def test_answers_that_look_like_placeholders(text):
+    assert not is_placeholder(text) and equal(text, text)
 
 
 # verdicts by hand ---------------------------------------------------------------------------------
