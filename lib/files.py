@@ -3,6 +3,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 
 REQUIRED = object()
 
@@ -32,6 +33,23 @@ def refuse_lfs_pointer(path, head):
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` "
                          "in that folder, or download the file again")
+
+
+def check_model_folder(folder):
+    """FileNotFoundError or ValueError, with what to do, if `folder` is no model's folder: the id
+    of a model on the Hub, a wrong path, a file, an adapter without its model."""
+    path = os.fspath(folder)
+    if not os.path.isdir(path):
+        hub_id = path if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else "OWNER/NAME"
+        raise FileNotFoundError(
+            f"{path}: {'a file' if os.path.exists(path) else 'no such folder'}; a model is a "
+            "folder in Hugging Face format. To download one from the Hub: "
+            f"hf download {hub_id} --local-dir {os.path.basename(hub_id)}")
+    adapter = os.path.join(path, "adapter_config.json")
+    if os.path.exists(adapter) and not os.path.exists(os.path.join(path, "config.json")):
+        base = read_json(adapter).get("base_model_name_or_path") or "its base model"
+        raise ValueError(f"{path}: an adapter, not a whole model: give the model that it was made "
+                         f"for ({base}) as --model and this folder as --adapter")
 
 
 def write_whole(path, write, mode="w"):
