@@ -19,6 +19,7 @@ The same command goes on where a killed one was, also with another number of pro
   completions of a larger n are those of a smaller one.
 """
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -101,6 +102,15 @@ def verdict(completion, gold):
             "formatted": format_reward(completion) >= 10}
 
 
+def row_of(problem, index, sample, prompt, completion, tokens, finish):
+    """A row. prompt: its text, None if skipped; completion: the text that is graded; tokens: its
+    number, the end token included; finish: "stop", "length" (cut off) or "skipped"."""
+    return {"index": index, "sample": sample, "question": problem.question, "gold": problem.answer,
+            "level": problem.level, "subject": problem.subject, "prompt": prompt,
+            "completion": completion, **verdict(completion, problem.answer), "tokens": tokens,
+            "finish": finish}
+
+
 def problem_figures(rows, ks):
     """{figure: value} of one problem from all its rows; a skipped one has no SHARES."""
     if rows[0]["finish"] == "skipped":
@@ -142,30 +152,20 @@ def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1
     rows, or a single one when the prompt has more than max_prompt_tokens tokens or leaves no room
     in the model's window. batch_prompts prompts are sampled at a time (0: about 128 completions).
     With world_size > 1 each process calls this with its rank, in the default process group,
-    samples its share of every batch and is given the rows of all.
-
-    A row: index, sample, question, gold, level and subject (or None), prompt (None: skipped),
-    completion (as it is graded), answer, correct, formatted, tokens (the end token included),
-    finish ("stop", "length", "skipped")."""
-
-    def row(i, j, prompt, completion, tokens, finish):
-        p = problems[i]
-        return {"index": i, "sample": j, "question": p.question, "gold": p.answer,
-                "level": p.level, "subject": p.subject, "prompt": prompt, "completion": completion,
-                **verdict(completion, p.answer), "tokens": tokens, "finish": finish}
-
+    samples its share of every batch and is given the rows of all."""
     window, prompts = model.config.max_position_embeddings, {}
     if max_new_tokens >= window:
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the "
                          f"model's {window} tokens")
     room = min(max_prompt_tokens, window - max_new_tokens)
-    for i in sorted(set(range(len(problems))).difference(done)):
-        fits, _ = encode_prompts(tokenizer, [problems[i]], room, system_prompt, prompt_style,
-                                 template_variables)
-        if fits:
-            prompts[i] = fits[0][1]
-        else:
-            yield [row(i, 0, None, "", 0, "skipped")]
+    for i, problem in enumerate(problems):
+        if i not in done:
+            fits, _ = encode_prompts(tokenizer, [problem], room, system_prompt, prompt_style,
+                                     template_variables)
+            if fits:
+                prompts[i] = fits[0][1]
+            else:
+                yield [row_of(problem, i, 0, None, "", 0, "skipped")]
 
     plain = is_plain(tokenizer, prompt_style)
     stop = plain_stop(tokenizer) if plain else None
@@ -180,27 +180,20 @@ def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1
                          eos_ids=tokenizer.eos_ids, noise=torch.stack(noise), stop=stop)
             texts = completion_texts(tokenizer, out, ids, plain)
             lengths, ended = out.mask.sum(-1).tolist(), out.finished.tolist()
-            groups = [[row(i, j, tokenizer.decode(ids[p]), texts[p][j], lengths[p][j],
-                           "stop" if ended[p][j] else "length") for j in range(n)]
-                      for p, i in enumerate(mine)]
+            groups = [[row_of(problems[i], i, j, tokenizer.decode(ids[p]), texts[p][j],
+                              lengths[p][j], "stop" if ended[p][j] else "length")
+                       for j in range(n)] for p, i in enumerate(mine)]
         shares = [groups] * world_size
         if world_size > 1:
             dist.all_gather_object(shares, groups)
-        for share in shares:
-            yield from share
+        yield from itertools.chain(*shares)
 
 
 def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
-    """Samples n completions of each problem (settings: of sample_problems) and returns
-
-    problems, skipped               counts
-    pass@K, maj@K                   0 to 1, for each K of ks
-    format, truncated, unreadable   share of completions in the right format, cut off, without a
-                                    readable answer
-    tokens                          mean length of a completion
-    seconds
-
-    The model's mode and all global random states stay as they were."""
+    """Samples n completions of each problem (settings: of sample_problems) and returns their
+    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, the shares that are
+    in the right format, truncated, unreadable (no answer), the mean tokens of a completion, and
+    seconds. The model's mode and all global random states stay as they were."""
     start, training, found = time.time(), model.training, {}
     model.eval()
     try:
@@ -231,51 +224,45 @@ def parse_line(line, fields):
 
 
 def read_results(path):
-    """(header, {data set: {index: its rows}}) of a results file, with the problems of which all
-    completions are there, in order; (None, {}) for an empty file. A last line that a kill has cut
+    """(header, {(data set, index): its rows}) of a results file, in order, with the problems of
+    which all completions are there; (None, {}) for an empty file. A last line that a kill has cut
     off is dropped; any other line that is not ours is a ValueError naming file:line."""
     with open(path, "rb") as f:
         *lines, torn = f.read().split(b"\n")
     if torn and not lines and not torn.startswith(b'{"model": '):
         lines = [torn]
-    header, found = None, {}
+    header, found, complete = None, {}, {}
     for number, line in enumerate(lines, 1):
         try:
             row = parse_line(line, FIELDS if header else HEADER)
             if header is None:
-                header, found = row, {name: {} for name in row["settings"]["data"]}
-            elif row["data"] in found:
-                found[row["data"]].setdefault(row["index"], {})[row["sample"]] = row
-            else:
+                header, sets = row, row["settings"]["data"]
+                continue
+            if row["data"] not in sets:
                 raise ValueError(f"data {row['data']!r} is not in the header")
+            found.setdefault((row["data"], row["index"]), {})[row["sample"]] = row
         except ValueError as e:
             raise ValueError(f"{path}:{number}: {e}; mend or remove the line, or take another "
                              "file") from None
-    for name, problems in found.items():
-        n = header["settings"]["data"][name]["n"]
-        groups = [[rows[j] for j in sorted(rows)] for i, rows in sorted(problems.items())]
-        found[name] = {rows[0]["index"]: rows for rows in groups
-                       if len(rows) == n or rows[0]["finish"] == "skipped"}
-    return header, found
-
-
-def all_rows(found):
-    return [row for groups in found.values() for rows in groups.values() for row in rows]
+    for name, index in sorted(found):
+        samples = found[name, index]
+        rows = [samples[j] for j in sorted(samples)]
+        if len(rows) == sets[name]["n"] or rows[0]["finish"] == "skipped":
+            complete[name, index] = rows
+    return header, complete
 
 
 def tidy(path, header):
     """Writes the results file anew, in order and without what a kill has cut off, and returns its
-    {data set: {index: rows}}. ValueError if it has other settings than header."""
+    {(data set, index): rows}. ValueError if it has other settings than header."""
     old, found = read_results(path) if os.path.exists(path) else (None, {})
-    if old is None:
-        old, found = header, {name: {} for name in header["settings"]["data"]}
-    now, then = header["settings"], old["settings"]
+    now, then = header["settings"], (old or header)["settings"]
     differ = [f"{key} is {then.get(key)!r} there, {now[key]!r} now"
               for key in now if then.get(key) != now[key]]
     if differ:
         raise ValueError(f"{path} has other settings: {'; '.join(differ)}. Take another --out, or "
                          "--overwrite to start again")
-    lines = [header, *all_rows(found)]
+    lines = [header, *itertools.chain(*found.values())]
     write_whole(path, lambda f: f.writelines(json.dumps(line) + "\n" for line in lines))
     return found
 
@@ -301,7 +288,7 @@ def figure(problems, name):
 def print_tables(header, found, k):
     """The figures of each data set, of the problems that are found there. k: as in --k"""
     for name, spec in header["settings"]["data"].items():
-        groups = list(found[name].values())
+        groups = [rows for (data, index), rows in found.items() if data == name]
         print(f"\n{name}: {len(groups)} of {spec['problems']} problems, {spec['n']} completions "
               "each; percent, 95 % bootstrap interval over problems")
         if groups:
@@ -347,14 +334,15 @@ def rescore(path, k):
     header, found = read_results(path)
     if header is None:
         raise ValueError(f"{path} is empty: there is nothing to grade")
-    for row in all_rows(found):
+    rows = list(itertools.chain(*found.values()))
+    for row in rows:
         old = row["answer"], row["correct"]
         row.update(verdict(row["completion"], row["gold"]))
         if row["correct"] != old[1]:
             print(f"{row['data']} problem {row['index']} sample {row['sample']}: "
                   f"{old[0]!r:.50} was {'right' if old[1] else 'wrong'}, {row['answer']!r:.50} is "
                   f"{'right' if row['correct'] else 'wrong'}, gold {row['gold']!r:.50}")
-    print(f"{path}: {len(all_rows(found))} rows graded again")
+    print(f"{path}: {len(rows)} rows graded again")
     print_tables(header, found, k)
 
 
@@ -428,8 +416,7 @@ def ks_of(text, n):
 
 
 def digest(*content):
-    text = json.dumps(content).encode()
-    return hashlib.sha256(text).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def prepare(c, device):
@@ -480,10 +467,9 @@ def run(c, processes):
         if c.adapter and os.path.samefile(tokenizer.folder, c.adapter):
             print(f"tokenizer and chat template: those of {c.adapter}")
         print(f"{c.model}: up to {c.max_new_tokens} new tokens, {settings['dtype']} on {device}; "
-              f"completions go to {path}, which has those of {sum(map(len, found.values()))} "
-              "problems", flush=True)
+              f"completions go to {path}, which has those of {len(found)} problems", flush=True)
     # The first process alone reads and writes the file; the others hear from it what is done.
-    done = processes.gather({name: list(groups) for name, groups in found.items()})[0]
+    done = processes.gather(set(found))[0]
 
     start, tokens = time.time(), 0
     with open(path if main else os.devnull, "a") as f:
@@ -491,7 +477,8 @@ def run(c, processes):
             for rows in sample_problems(
                     model, tokenizer, problems, settings["data"][name]["n"],
                     **{key: settings[key] for key in SAMPLING}, batch_prompts=c.batch_prompts,
-                    done=done[name], rank=processes.rank, world_size=processes.size):
+                    done={i for data, i in done if data == name}, rank=processes.rank,
+                    world_size=processes.size):
                 f.writelines(json.dumps({"data": name, **row}) + "\n" for row in rows)
                 f.flush()
                 tokens += sum(row["tokens"] for row in rows)
