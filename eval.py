@@ -444,8 +444,8 @@ def prepare(c, device):
     for name, problems in sets.items():
         texts = [[p.question, p.answer, p.messages] for p in problems]
         data[name] = {"n": counts[name], "problems": len(texts), "hash": digest(prompt, texts)}
-    settings = {"weights": digest(config, weights), "dtype": str(dtype), "split": c.split,
-                **{name: getattr(c, name) for name in SAMPLING}, "data": data}
+    settings = {"weights": digest(config, weights), "dtype": str(dtype).removeprefix("torch."),
+                "split": c.split, **{name: getattr(c, name) for name in SAMPLING}, "data": data}
     shape = [config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
     header = {"model": c.model, "adapter": c.adapter, "shape": shape, "settings": settings}
     return model.eval(), tokenizer, sets, header

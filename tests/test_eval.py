@@ -26,6 +26,7 @@ from sample import Samples
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 END = 0
+GOOD, BARE = "<reasoning>r</reasoning>\n<answer>7</answer>", "<answer>7</answer>"
 
 
 # ---- pass@k and maj@k ----------------------------------------------------------------------------
@@ -110,25 +111,21 @@ def test_figures_of_one_problem():
         "format": 0.25, "truncated": 0.25, "unreadable": 0.25, "tokens": 15.0}
 
 
-def test_the_last_answer_is_graded_and_needs_no_format():
+def test_verdict_takes_the_last_answer_and_needs_no_format():
     """An example that the model recites before its own answer was graded."""
     text = "<reasoning>as in <answer>3</answer></reasoning><answer>3</answer> so <answer>8</answer>"
-    assert ev.verdict(text, "8")["correct"] and not ev.verdict(text, "3")["correct"]
-    good = "<reasoning>\n2*4\n</reasoning>\n<answer>8</answer>"
-    assert ev.verdict(good, "8") == {"answer": "8", "correct": True, "formatted": True}
-    bare = ev.verdict("It is <answer>8</answer>", "8")
-    assert bare == {"answer": "8", "correct": True, "formatted": False}
+    assert ev.verdict(text, "8") == {"answer": "8", "correct": True, "formatted": False}
+    assert ev.verdict(GOOD, "3") == {"answer": "7", "correct": False, "formatted": True}
     assert ev.verdict("It is 8", "8") == {"answer": None, "correct": False, "formatted": False}
 
 
 def test_bootstrap_resamples_problems():
     problems = [{"x": 1.0}, {"x": 0.0}, {}] * 50  # a third has no such figure
-    low, high = ev.bootstrap(problems, "x")
     sd = 0.5 / math.sqrt(100)  # of the mean
-    assert (low, high) == pytest.approx((0.5 - 1.96 * sd, 0.5 + 1.96 * sd), abs=0.011)
-    assert (low, high) == ev.bootstrap(problems, "x") and ev.mean(problems, "x") == 0.5
-    assert ev.bootstrap([{"x": 0.25}] * 2, "x") == (0.25, 0.25)
-    assert math.isnan(ev.mean([{}], "x"))
+    interval = ev.bootstrap(problems, "x")
+    assert interval == pytest.approx((0.5 - 1.96 * sd, 0.5 + 1.96 * sd), abs=0.011)
+    assert interval == ev.bootstrap(problems, "x") and ev.mean(problems, "x") == 0.5
+    assert ev.bootstrap([{"x": 0.25}] * 2, "x") == (0.25, 0.25) and math.isnan(ev.mean([{}], "x"))
 
 
 def test_table_tells_levels_but_not_a_single_subject(capsys):
@@ -224,7 +221,6 @@ def essence(*args, **settings):
 
 
 PROBLEMS = [Problem("q" * length, str(length % 10)) for length in (5, 9, 2, 7, 7)]
-GOOD, BARE = "<reasoning>r</reasoning>\n<answer>7</answer>", "<answer>7</answer>"
 
 
 def test_evaluate_counts_by_hand(script):
@@ -247,24 +243,24 @@ def test_evaluate_counts_by_hand(script):
         "tokens": len(GOOD), "finish": "stop"}
 
 
-def test_plain_prompts_end_with_the_answer(script, monkeypatch):
-    """A base model answers, then invents the next question; that answer was graded."""
-    text = BARE + "\nProblem: 1+1?\n<answer>2</answer>"
-    script(lambda prompt, noise: (text, False))
-    (row,) = rows_by_sampling([Problem("q", "7")], n=1)
-    assert (row["completion"], row["correct"], row["finish"]) == (BARE, True, "stop")
+@pytest.mark.parametrize("question, text, graded, answer", [
+    ("q", BARE + "\nProblem: 1+1?\n<answer>2</answer>", BARE, "7"),
+    ("q", "hm\nProblem: 1+1?\n<answer>2</answer>", "hm", None),
+    ("q<think>", "so</think>" + BARE, "<think>so</think>" + BARE, "7"),
+    ("q<think>", "so " + BARE, "<think>so " + BARE, None)])
+def test_what_is_graded_and_saved(script, question, text, graded, answer):
+    """A base model answers, then invents the next question; that answer was graded. So were
+    answers in a thought that the prompt had opened."""
+    script(lambda prompt, noise: (text, True))
+    (row,) = rows_by_sampling([Problem(question, "7")], n=1)
+    assert (row["completion"], row["answer"], row["finish"]) == (graded, answer, "stop")
+
+
+def test_a_chat_prompt_ends_with_an_end_token_alone(script, monkeypatch):
     monkeypatch.setattr(CharTokenizer, "has_chat_template", True)
+    script(lambda prompt, noise: (BARE + "<answer>2</answer>", False))
     (row,) = rows_by_sampling([Problem("q", "7")], n=1)
-    assert (row["completion"], row["answer"], row["finish"]) == (text, "2", "length")
-
-
-def test_a_thought_that_the_prompt_opens_is_graded_with_the_rest(script):
-    """Templates that end in an open <think>: answers in the thought are none."""
-    texts = iter([BARE, "so</think>" + BARE])
-    script(lambda prompt, noise: (next(texts), True))
-    lost, found = rows_by_sampling([Problem("q<think>", "7")], n=2)
-    assert lost["completion"] == "<think>" + BARE and lost["answer"] is None
-    assert found["completion"] == "<think>so</think>" + BARE and found["correct"]
+    assert row["answer"] == "2" and row["finish"] == "length"
 
 
 @pytest.mark.parametrize("settings", [{"max_prompt_tokens": 8}, {"model": tiny_module(64 + 8)}])
@@ -284,8 +280,10 @@ def test_skipped_problems_count_as_wrong(settings, script):
 def test_what_is_sampled_depends_on_seed_and_problem_alone(script):
     script(from_noise)
     rows = essence(PROBLEMS)
-    for size in (1, 2, 5):
+    for size, lengths in ((1, [[9], [7], [7], [5], [2]]), (2, [[9, 7], [7, 5], [2]])):
+        batches = script(from_noise)
         assert essence(PROBLEMS, batch_prompts=size) == rows
+        assert [list(map(len, batch)) for batch in batches] == lengths  # alike ones together
     assert len(rows) == 20 and len({text for _, _, text in rows}) > 5
     assert essence(PROBLEMS, seed=1) != rows
     assert essence(PROBLEMS[:3]) == [r for r in rows if r[0] < 3]  # --limit
@@ -293,12 +291,6 @@ def test_what_is_sampled_depends_on_seed_and_problem_alone(script):
     assert essence(PROBLEMS, done={1, 3}) == [r for r in rows if r[0] not in (1, 3)]
     same = [text for _, _, text in essence(PROBLEMS[3:])]  # one prompt, two problems
     assert same[:4] != same[4:]
-
-
-def test_prompts_of_like_length_are_batched(script):
-    batches = script(from_noise)
-    evaluate(PROBLEMS, batch_prompts=2)
-    assert [list(map(len, batch)) for batch in batches] == [[9, 7], [7, 5], [2]]
 
 
 def test_evaluate_leaves_random_states_and_mode_alone(script):
@@ -370,18 +362,15 @@ def test_command_writes_completions_and_a_table(command):
     assert code == 0, err
     header, *rows = lines_of(FILE)
     assert header["settings"]["data"]["p.jsonl"]["n"] == 4 and header["shape"] == ["llama", 16, 1]
-    places = [(i, j) for i in range(4) for j in range(4)] + [(4, 0)]
-    assert [(r["index"], r["sample"]) for r in rows] == places  # in order
+    places = [*itertools.product(range(4), range(4)), (4, 0)]  # in order
+    assert [(r["index"], r["sample"]) for r in rows] == places
     assert rows[-1]["finish"] == "skipped" and "problems skipped: 1," in out
     questions = ("1+1?", "12+30?", "5?", "7+8=?")
     prompts = [f"<|user|>{q}<|assistant|>" for q in questions for _ in range(4)]
     assert [r["prompt"] for r in rows] == prompts + [None]
     for text in ("5 of 5 problems, 4 completions each", "pass@k", "maj@k", "k=4", "tokens/s"):
         assert text in out
-    texts = [r["completion"] for r in rows]
-    assert len(set(texts)) > 8  # the noise is used
-    assert command("--batch_prompts=1", "--out=one.jsonl")[0] == 0
-    assert [r["completion"] for r in lines_of("one.jsonl")[1:]] == texts
+    assert len({r["completion"] for r in rows}) > 8  # the noise is used
 
 
 def test_command_goes_on_after_a_kill(command, monkeypatch):
@@ -410,6 +399,10 @@ def test_command_refuses_a_file_of_other_settings(command):
         assert code == 2 and err.startswith("error: o.jsonl has other settings"), err
         assert name in err and "--overwrite" in err and FILE.read_bytes() == before
     assert command("--k=2")[0] == 0  # it does not change what is sampled
+    problems = Path("p.jsonl").read_text()
+    Path("p.jsonl").write_text(problems.replace("1+1", "2+1"))
+    assert "data is" in command()[2]
+    Path("p.jsonl").write_text(problems)
     assert command("--seed=1", "--overwrite")[0] == 0
     assert lines_of(FILE)[0]["settings"]["seed"] == 1
 
