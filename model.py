@@ -173,6 +173,8 @@ class GPT(nn.Module):
         """A model with random weights (normal, `initializer_range`, default 0.02) of the shape of `config`."""
         super().__init__()
         self.config, self.folder = config, None
+        self.stored_dtype = torch.float32                                           # of the files that the weights came from
+        self.tokenizer_folder = None                                                # an adapter's, if it has a tokenizer of its own
         self.lora = None                                                            # adapter_config.json of the adapter, if there is one
         self.checkpointing = False                                                  # keep no activations inside layers; run them again instead
         self.compiled = False
@@ -282,27 +284,28 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, adapter=None, dtype=torch.float32, device="cpu"):
-        """Loads config.json and the weights (*.safetensors or pytorch_model*.bin, single or sharded, any float type) of `folder`.
-
-        adapter: a folder with a LoRA adapter in PEFT's format, put on top (then the weights below it are frozen). Every tensor of the files
-        is used, every parameter filled and every shape checked. FileNotFoundError or ValueError says what is wrong with which file or tensor.
-        """
+        """Loads config.json and the weights (*.safetensors or pytorch_model*.bin, single or in
+        shards, any float type) of `folder`. adapter: a folder with a LoRA adapter in PEFT's format,
+        put on top; the weights below it are frozen. Every tensor of the files is used, every
+        parameter filled, every shape checked: FileNotFoundError or ValueError says what is wrong
+        with which file or tensor."""
         config = read_config(folder)
         try:
+            # tensors are copied in one by one, so the weights are never twice in memory
             with torch.device("meta"):
                 model = cls(config)
-            model.to(dtype).to_empty(device=device)                                 # tensors are copied in one by one: never twice in memory
-        except (RuntimeError, AssertionError) as e:                                 # too large for it, or no such device
-            raise ValueError(f"{folder}: cannot make the model of this config.json on device {device}: {str(e).splitlines()[0]}") from None
+            model.to(dtype).to_empty(device=device)
+        except (RuntimeError, AssertionError) as e:  # too large for it, or no such device
+            raise ValueError(f"{folder}: cannot make the model of this config.json on device "
+                             f"{device}: {str(e).splitlines()[0]}") from None
         model.folder = folder
         with torch.no_grad():
-            load_weights(model, folder)
+            model.stored_dtype = load_weights(model, folder)
             if adapter is not None:
                 load_adapter(model, adapter)
         return model
 
-    @torch.no_grad()
     def save_pretrained(self, folder, dtype=None):
-        """Writes config.json, model.safetensors (an adapter merged into the weights) and the tokenizer files of the folder it came from.
-        Each file is written beside and renamed, so a reader never sees half a file. dtype: convert, e.g. torch.bfloat16."""
+        """Writes a folder that opens in transformers and vLLM, an adapter merged into the weights.
+        dtype: that of the files; None: that of the parameters."""
         save_folder(self, folder, dtype)

@@ -7,25 +7,20 @@
 tokenizer.json must be a byte-level BPE (GPT-2, Llama 3, Qwen, Mistral Nemo ...). The ids are exactly those of HF's `tokenizers`; a file
 for which that cannot be promised is refused. Text from data never becomes a control token: only the chat template puts those.
 """
-import datetime
 import itertools
 import json
 import re
-import shutil
-import sys
 import unicodedata
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import tiktoken
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "vocab.json",
-         "merges.txt", "added_tokens.json", "generation_config.json")
+from lib.chat import ChatTemplate, any_of, hide_text
+from lib.files import read_json
+
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of ByteLevel with use_regex
-TEMPLATE_STEPS = 3_000_000      # lines that a chat template may execute; a long chat takes some thousands
 
 # The byte-level alphabet (GPT-2): every byte is written as one visible character, itself or else chr(256), chr(257), ...
 VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -37,19 +32,6 @@ NEWER = re.compile("([\u05c8\u05c9\u07fd\u0897-\u08d3\u09fe\u0c3c\u0d3b\u0d3c\u0
                    "\U000105c9-\U000105e4\U00010d24-\U00010f85\U00011070\U0001133b\U00011380-\U000113d0\U0001145e\U00011839-\U00011a99"
                    "\U00011d42-\U00011f42\U00016121-\U0001612f\U00016d63-\U00016ff1\U0001d127\U0001d128\U0001d250-\U0001d281"
                    "\U0001e08f-\U0001e6f5]+)")
-
-
-def read_json(path, default=None):
-    """The object in a JSON file, default when there is no such file. ValueError names a broken file."""
-    if not path.exists():
-        return default
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:         # also for bytes that are not UTF-8
-        raise ValueError(f"{path}: broken JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}")
-    return value
 
 
 def steps(node, key):
@@ -65,11 +47,6 @@ def to_bytes(name):
         return name.translate(BYTE_OF).encode("latin-1")
     except UnicodeEncodeError:
         return None
-
-
-def any_of(strings):
-    """A regex that captures any of the strings: the leftmost, and there the longest."""
-    return re.compile(f"({'|'.join(map(re.escape, sorted(strings, key=len, reverse=True))) or '(?!)'})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------------------------
@@ -184,64 +161,7 @@ def read_added(spec):
     return added
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------------
-# chat templates, set up as in transformers
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses 9**9**9 and 'x' * 10**10 too: one such step would keep the machine busy for good."""
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context, operator, left, right):
-        left_size, right_size = (abs(x) if isinstance(x, int) else len(x) if hasattr(x, "__len__") else 1 for x in (left, right))
-        if operator == "**" or left_size * right_size > 10**7:
-            raise SecurityError(f"the template computes a huge or unbounded {operator}")
-        return super().call_binop(context, operator, left, right)
-
-
-def compile_template(source):
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):     # jinja's own filter escapes HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    # {% generation %} marks what the assistant says, for those who want a mask; its content is all that matters here
-    source = re.sub(r"(\{%-?\s*)generation(?=\s*-?%\})", r"\1if true", re.sub(r"(\{%-?\s*)endgeneration(?=\s*-?%\})", r"\1endif", source))
-    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = tojson
-    env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime      # Llama 3's default date: ids must not depend on the day
-    return env.from_string(source)
-
-
-def run_limited(function):
-    """Calls function, with a ValueError after TEMPLATE_STEPS lines: nested loops must not run for ever."""
-    left, before = TEMPLATE_STEPS, sys.gettrace()
-
-    def count(frame, event, arg):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ValueError(f"stopped after {TEMPLATE_STEPS} steps: the template is endless or far too slow")
-        return count
-
-    sys.settrace(count)
-    try:
-        return function()
-    finally:
-        sys.settrace(before)
-
-
-def map_text(value, change, key=None):
-    """A copy of nested messages with change(string) for every string but the roles and types, which are the caller's."""
-    if isinstance(value, dict):
-        return {k: map_text(v, change, k) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [map_text(v, change, key) for v in value]
-    return change(value) if isinstance(value, str) and key not in ("role", "type") else value
-
-
-# ----------------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 class Tokenizer:
     """A tokenizer folder. eos_ids: all ids that end a turn; eos_id: the one of them to write; pad_id; bos_ids: what HF puts in front of a
@@ -256,7 +176,7 @@ class Tokenizer:
     def __init__(self, folder):
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
-        spec = read_json(path)
+        spec = read_json(path, None)
         if spec is None:
             raise FileNotFoundError(f"{self.folder}: no tokenizer.json there; give a folder in Hugging Face format")
         try:
@@ -309,15 +229,8 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(sum(eos, [])))
         self.eos_id = [*eos[2], *self.eos_ids, None][0]         # the one that a demonstration ends with
         self.pad_id = [*ids("pad_token", pad_token), *ids("pad_token_id", model.get("pad_token_id")), *self.eos_ids, 0][0]
-        template = config.get("chat_template") or read_json(self.folder / "chat_template.json", {}).get("chat_template")
-        try:
-            if (file := self.folder / "chat_template.jinja").exists():
-                template = file.read_text(encoding="utf-8")
-            self._templates = {"default": template} if isinstance(template, str) else {t["name"]: t["template"] for t in template or []}
-        except (KeyError, TypeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.folder}: chat_template is neither a text nor a list of named templates: {error!r}") from None
-        self.has_chat_template = bool(self._templates)
-        self._compiled = {}
+        self._template = ChatTemplate(self.folder, self._named)
+        self.has_chat_template = bool(self._template)
 
     def _normalize(self, text):
         for form in self._forms:
@@ -360,108 +273,17 @@ class Tokenizer:
         return b"".join(self._bytes.get(int(i), b"") for i in ids).decode("utf-8", errors="replace")
 
     def chat(self, messages, add_generation_prompt=True, **template_variables):
-        """messages (dicts with "role" and "content") rendered by the folder's chat template, which also gets template_variables such as
-        date_string, enable_thinking, tools. ValueError when there is no template, or when it refuses the messages or fails."""
-        if not self.has_chat_template:
-            raise ValueError(f"{self.folder}: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja)")
-        if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise ValueError(f"chat messages must be a list of dicts with role and content, got {messages!r:.200}")
-        name = "tool_use" if template_variables.get("tools") and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise ValueError(f"{self.folder}: has chat templates {sorted(self._templates)}, but no default one")
-        given = {"tools": None, "documents": None, **self._named, "add_generation_prompt": add_generation_prompt, **template_variables}
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]     # as transformers: None is no content
-        try:
-            if name not in self._compiled:
-                self._compiled[name] = compile_template(self._templates[name])
-            return run_limited(lambda: self._compiled[name].render(given, messages=messages))
-        except Exception as error:      # a template is a program, it can fail in any way
-            raise ValueError(f"{self.folder}: chat template: {error or type(error).__name__}") from error
+        """messages (dicts with "role" and "content") rendered by the folder's chat template, which
+        also gets template_variables such as date_string, enable_thinking, tools. ValueError when
+        there is no template, or when it refuses the messages or fails."""
+        return self._template.render(messages, add_generation_prompt, **template_variables)
 
     def chat_ids(self, messages, add_generation_prompt=True, **template_variables):
-        """Ids of chat(...) with added tokens only where the template puts them: such a token written in a message, or formed where two
-        texts meet, stays plain text. BOS is there once, if the template writes it.
-
-        The template runs again on messages whose characters are replaced, one for one, by private ones that occur nowhere else. If the
-        result is the same but for those, the private ones show what came from the messages. If not, the template looks at the messages:
-        when it trims, white space must be left; when it looks for a token (Qwen3 cuts at </think>), the token must be left, or marked
-        at one side.
-        """
-        def render(change):
-            number = itertools.count()      # strings are visited in a fixed order
-            return self.chat(map_text(messages, lambda s: change(next(number), s)), add_generation_prompt, **template_variables)
-
-        texts = []
-        plain = render(lambda n, s: texts.append(s) or s)
-        characters, used = set().union(*texts), set().union(plain, *texts, *self.added)
-        private = (chr(c) for c in itertools.chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)) if chr(c) not in used)
-        mark = next(private, "")
-        hidden = {ord(c): p for c, p in zip(sorted(characters), private)}
-        if len(hidden) < len(characters):
-            raise ValueError("the messages use up the private characters of Unicode")
-        back = {ord(p): chr(c) for c, p in hidden.items()}
-        visible = {c: p for c, p in hidden.items() if not chr(c).isspace()}
-
-        def attempt(change, tokens=()):
-            """The text with private characters, None when something else changed."""
-            try:
-                text = render(change)
-            except ValueError:
-                return None
-            for t in tokens:
-                text = text.replace(t + mark, t.translate(hidden)).replace(mark + t, t.translate(hidden))
-            text = text.replace(mark, "")
-            return text if text.translate(back) == plain else None
-
-        masked = attempt(lambda n, s: s.translate(hidden)) or attempt(lambda n, s: s.translate(visible))
-        if masked is None:
-            masked, forms, token = plain, {}, any_of(self.added)
-            for n, t in dict.fromkeys((n, t) for n, s in enumerate(texts) for t in token.findall(s)):
-                for form in (t.translate(hidden), t + mark, mark + t):
-                    trial = forms | {(n, t): form}
-                    text = attempt(lambda n, s: token.sub(lambda m: trial.get((n, m[0]), m[0]), s), {t for _, t in trial})
-                    if text is not None:
-                        masked, forms = text, trial
-                        break
-        return [i for p in self._split(masked) for i in ([p] if isinstance(p, int) else self._plain(p.translate(back)))]
-
-    def save_pretrained(self, folder):
-        """Copies the tokenizer's files byte for byte; generation_config.json too (it holds end-of-turn ids), unless the folder has one."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            source, target = self.folder / name, Path(folder) / name
-            if source.exists() and not (target.exists() and (name == "generation_config.json" or target.samefile(source))):
-                shutil.copyfile(source, target)
-
-
-# ----------------------------------------------------------------------------------------------------------------------------------------
-# the tokenizer of the default run
-
-BYTE_MERGES = "r e|a s|o n|re as|reas on|i n|in g|a n|s w|e r|an sw|answ er|< /".split("|")
-BYTE_TEMPLATE = """{%- for message in messages -%}
-    {%- if message.role == 'user' -%}{{ '<|user|>' + message.content }}
-    {%- elif message.role == 'assistant' -%}{{ '<|assistant|>' + message.content + '<|end|>' }}
-    {%- elif message.role == 'system' and loop.first -%}{# left out: too long for so small a model #}
-    {%- else -%}{{ raise_exception('a chat has user and assistant messages, and a system message only at its start') }}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"""
-
-
-def write_byte_tokenizer(folder):
-    """Writes the tokenizer of the default run as a Hugging Face folder. Ids 0-255 are the bytes; then come the pieces `reason`, `ing`,
-    `answer` and `</` with what they are built of; then <|end|> (ends a turn, also pads), <|user|> and <|assistant|>: 272 ids. Its chat
-    template leaves a system message out."""
-    vocab = {ALPHABET[b]: b for b in range(256)} | {m.replace(" ", ""): 256 + i for i, m in enumerate(BYTE_MERGES)}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    spec = {"version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": len(vocab) + i, "content": t, **flags} for i, t in enumerate(("<|end|>", "<|user|>", "<|assistant|>"))],
-            "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                      "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": BYTE_MERGES}}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>", "model_max_length": 10**9,
-              "clean_up_tokenization_spaces": False, "chat_template": BYTE_TEMPLATE}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, value in (("tokenizer.json", spec), ("tokenizer_config.json", config)):
-        (Path(folder) / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        """Ids of chat(...) with added tokens only where the template puts them: such a token
+        written in a message, or formed where two texts meet, stays plain text. BOS is there once,
+        if the template writes it."""
+        masked, back = hide_text(
+            lambda m: self.chat(m, add_generation_prompt, **template_variables),
+            messages, self.added)
+        return [i for p in self._split(masked)
+                for i in ([p] if isinstance(p, int) else self._plain(p.translate(back)))]

@@ -38,17 +38,18 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, imperfect_demonstration, load_problems
+from data import NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, load_problems
 from eval import evaluate
 from gtpo import (conflict_weights, group_advantages, grpo_weights, gtpo_weights, keep_completions, kl_tokens, mean_entropy,
                   surrogate_loss, token_logps)
+from lib.arithmetic import imperfect_demonstration, write_byte_tokenizer
 from model import GPT, LORA_TARGETS, Config
 from plan import model_config, report
 from rewards import reward_parts
 from run import (Processes, Signals, clear_output, help_text, keep_metrics_before, lock_output, metrics_rows, read_config, restore, save_checkpoint,
                  to_toml, write_whole)
 from sample import completion_texts, sample, seeded_uniforms, show_group
-from tokenizer import Tokenizer, write_byte_tokenizer
+from tokenizer import Tokenizer
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Files: JSON in, whole files out, and which known name was meant."""
+"""Files: JSON in, whole files out, which folder or known name was meant."""
 import contextlib
 import difflib
 import json
 import os
+import re
 
 REQUIRED = object()
 
@@ -32,6 +33,31 @@ def refuse_lfs_pointer(path, head):
     if head.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` "
                          "in that folder, or download the file again")
+
+
+def check_folder(folder):
+    """FileNotFoundError unless `folder` is a folder: it may be a model's name on the Hub."""
+    folder = os.fspath(folder)
+    if os.path.isdir(folder):
+        return
+    if os.path.exists(folder):
+        raise FileNotFoundError(f"{folder}: no such folder but a file; give its folder")
+    name = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
+    if not name:
+        raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format")
+    raise FileNotFoundError(
+        f"{folder}: no such folder. If this is a name on the Hub, download it first (`pip install "
+        f"huggingface_hub`, `hf download {name[1]} --local-dir {name[2]}`), then give that folder")
+
+
+def check_model_folder(folder):
+    """FileNotFoundError or ValueError unless `folder` may hold a whole model, not an adapter."""
+    check_folder(folder)
+    adapter = os.path.join(folder, "adapter_config.json")
+    if os.path.isfile(adapter) and not os.path.isfile(os.path.join(folder, "config.json")):
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise ValueError(f"{folder}: holds a LoRA adapter, not a model; give its base "
+                         f"({base}) as --model and this folder as --adapter")
 
 
 def write_whole(path, write, mode="w"):

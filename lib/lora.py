@@ -1,16 +1,30 @@
-"""LoRA: a low-rank float32 adapter on frozen weights, which may be bfloat16; folders in PEFT's format."""
+"""
+LoRA: a low-rank float32 adapter on frozen weights, which may be bfloat16. Folders in PEFT's format.
+
+    add_lora(model, rank)           a new adapter on every linear layer but the head, alpha = rank
+    load_adapter(model, folder)     any alpha, targets, and ranks by pattern
+    save_adapter(model, folder)
+
+Merging is GPT.from_pretrained(folder, adapter=...), then save_pretrained(...).
+"""
 import contextlib
 import math
 import os
-from functools import partial
+import re
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from lib.hf import read_json, read_tensors, save_json, save_tensors
+from lib.files import check_folder, read_json
+from lib.hf import (TOKENIZER_FILES, check_tensor, copy_files, read_tensors, same_values,
+                    save_tensors, write_json)
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# what PEFT calls LoRA, too, but computes something else
+UNSUPPORTED = (
+    "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "kasa_config", "layer_replication",
+    "lora_bias", "monteclora_config", "target_parameters", "trainable_token_indices",
+    "use_bdlora", "use_dora", "use_qalora", "velora_config")
 
 
 class Linear(nn.Linear):
@@ -21,44 +35,48 @@ class Linear(nn.Linear):
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
 
-    def set_lora(self, A, B, scale):                                                # A (r, in), B (out, r)
-        self.lora_A, self.lora_B, self.lora_scale, self.lora_on = nn.Parameter(A), nn.Parameter(B), scale, True
+    def set_lora(self, A, B, scale):
+        """A (r, in) and B (out, r) become float32 parameters on the device of the weight."""
+        A, B = (t.to(self.weight.device, torch.float32) for t in (A, B))
+        self.lora_A, self.lora_B, self.lora_scale = nn.Parameter(A), nn.Parameter(B), scale
 
     def merged_weight(self):
+        """W + scale * B A, in float32 if there is an adapter."""
         if self.lora_A is None:
             return self.weight
-        return (self.weight + self.lora_scale * (self.lora_B @ self.lora_A)).to(self.weight.dtype)
+        return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
 
     def forward(self, x):
         y = super().forward(x)
-        if self.lora_A is None or not self.lora_on:
+        if self.lora_A is None:
             return y
-        A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)                     # they are float32, the base may be bfloat16
+        # they are float32, the base may be bfloat16
+        A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
         return y + self.lora_scale * F.linear(F.linear(x, A), B)
 
 
 def linears(model):
-    """The linear layers that an adapter may sit on, by name: those of the layers, not the output head."""
-    return {name: m for name, m in model.model.named_modules(prefix="model") if isinstance(m, Linear)}
+    """The linear layers that an adapter may sit on, by name: not the output head."""
+    named = model.model.named_modules(prefix="model")
+    return {name: module for name, module in named if isinstance(module, Linear)}
 
 
-def add_lora(model, rank, alpha, targets=LORA_TARGETS):
-    """Puts a new adapter on the linear layers named in `targets` and freezes the rest. It changes nothing yet: B is 0; A is uniform
-    up to 1 / sqrt(in), as PEFT draws it. ValueError: no such layer, or there is an adapter already."""
+def add_lora(model, rank):
+    """Puts a new adapter on every linear layer but the head and freezes the rest. It changes
+    nothing yet: B is 0; A is uniform up to 1 / sqrt(in), as PEFT draws it."""
     if model.lora is not None:
-        raise ValueError("the model has a LoRA adapter already: train that one, or merge it first (save_pretrained)")
-    unknown = [t for t in targets if t not in LORA_TARGETS]
-    if unknown or not targets or rank < 1:
-        raise ValueError(f"LoRA: rank {rank}, target modules {', '.join(targets) or '(none)'}: needs a rank of at least 1 and some of "
-                         f"{', '.join(LORA_TARGETS)}")
-    for name, linear in linears(model).items():
-        if name.rpartition(".")[2] in targets:
-            out_features, in_features = linear.weight.shape
-            new = partial(torch.zeros, device=linear.weight.device, dtype=torch.float32)
-            linear.set_lora(new(rank, in_features).uniform_(-in_features ** -0.5, in_features ** -0.5), new(out_features, rank), alpha / rank)
-    model.lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model.folder, "r": rank, "lora_alpha": alpha,
-                 "lora_dropout": 0.0, "target_modules": list(targets), "bias": "none", "use_rslora": False, "fan_in_fan_out": False,
-                 "inference_mode": True}
+        raise ValueError("the model has a LoRA adapter already: train that one, or merge it first")
+    layers = linears(model)
+    for layer in layers.values():
+        new = {"device": layer.weight.device, "dtype": torch.float32}
+        bound = layer.in_features ** -0.5
+        layer.set_lora(torch.empty(rank, layer.in_features, **new).uniform_(-bound, bound),
+                       torch.zeros(layer.out_features, rank, **new), 1.0)
+    model.lora = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model.folder,
+        "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False,
+        "target_modules": sorted({name.split(".")[-1] for name in layers}),
+        "fan_in_fan_out": False, "inference_mode": True}
     freeze_base(model)
 
 
@@ -68,71 +86,133 @@ def freeze_base(model):
 
 
 @contextlib.contextmanager
-def adapter_as(model, tensors=None):
-    """Inside this context the adapter is another: none, so that the model is its base, or `tensors` by parameter name. Without gradient."""
-    own = {name: p.data for name, p in model.named_parameters() if tensors and name in tensors}
-    adapted = [linear for linear in linears(model).values() if linear.lora_A is not None]
-
-    def use(tensors, on):
-        for name in own:
-            model.get_parameter(name).data = tensors[name]
-        for linear in adapted:
-            linear.lora_on = on
-
-    use(tensors, on=tensors is not None)
+def adapter_as(model, tensors):
+    """Inside this context the adapter's tensors are others: `tensors` by parameter name, wherever
+    they are. Without gradient."""
+    own = {name: model.get_parameter(name).data for name in tensors}
     try:
+        for name, tensor in tensors.items():
+            p = model.get_parameter(name)
+            p.data = tensor.to(p.device, p.dtype)
         yield
     finally:
-        use(own, on=True)
+        for name, tensor in own.items():
+            model.get_parameter(name).data = tensor
 
+
+# --------------------------------------------------------------------------------------------------
+# PEFT's folders
 
 def load_adapter(model, folder):
-    """Puts a LoRA adapter in PEFT's format (adapter_config.json, adapter_model.safetensors or .bin) on the model's linear layers."""
-    c, where = read_json(folder, "adapter_config.json"), os.path.join(folder, "adapter_config.json")
-    unsupported = [k for k in ("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
-                               "layer_replication", "trainable_token_indices", "target_parameters", "use_qalora", "use_bdlora",
-                               "alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config",
-                               "monteclora_config") if c.get(k)]
-    if c.get("init_lora_weights") not in (True, False, None, "gaussian", "orthogonal", "eva"):
-        unsupported.append("init_lora_weights")                                 # pissa and its like also change the base weights
-    if c.get("peft_type") != "LORA" or c.get("bias", "none") != "none" or unsupported:
-        raise ValueError(f"{where}: only plain LoRA is supported (peft_type {c.get('peft_type')!r}, bias {c.get('bias')!r}"
-                         + "".join(f", {k} {c[k]!r}" for k in unsupported) + ")")
-    r, alpha = c.get("r"), c.get("lora_alpha")
-    if type(r) is not int or r < 1 or isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 2**31:
-        raise ValueError(f"{where}: r should be a positive int and lora_alpha a number, found {r!r} and {alpha!r}")
-    layers = linears(model)
-    pairs = {}
-    for name, tensor, file in read_tensors(folder, "adapter_model.safetensors", "adapter_model.bin"):
-        target, _, side = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-        if side not in ("lora_A", "lora_B") or target not in layers:
-            raise ValueError(f"{file}: tensor {name!r} is no lora_A or lora_B of a linear layer inside this model's layers")
-        out_features, in_features = layers[target].weight.shape
-        shape = (r, in_features) if side == "lora_A" else (out_features, r)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{file}: tensor {name!r} has shape {tuple(tensor.shape)}, this model and r = {r} ask for {shape}")
-        if side in pairs.get(target, {}):
-            raise ValueError(f"{file}: tensor {name!r} is there twice")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{file}: tensor {name!r} is {tensor.dtype}, a float type is needed")
-        pairs.setdefault(target, {})[side] = tensor
-    wanted = c.get("target_modules")
-    if isinstance(wanted, list) and c.get("layers_to_transform") is None and not c.get("exclude_modules"):      # a regex is not checked
-        pairs.update({n: {} for n in layers if n.rpartition(".")[2] in wanted and n not in pairs})
-    for target, pair in pairs.items():
-        if len(pair) < 2:
-            raise ValueError(f"{folder}: lora_A or lora_B of {target!r} is missing from the adapter")
-        scale = alpha / (math.sqrt(r) if c.get("use_rslora") else r)
-        layers[target].set_lora(*(pair[s].to(layers[target].weight.device, torch.float32) for s in ("lora_A", "lora_B")), scale)
+    """Puts an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors or .bin) on
+    the model and freezes the rest. ValueError or FileNotFoundError names what is wrong."""
+    config, layers, pairs = read_adapter_config(folder), linears(model), {}
+    for name, tensor, file in read_tensors(folder, "adapter_model.safetensors",
+                                           "adapter_model.bin"):
+        short = name.removeprefix("base_model.model.")
+        target, _, side = short.removesuffix(".weight").rpartition(".")
+        if target in layers and side in ("lora_A", "lora_B") and name != short:
+            r = by_pattern(config, "rank_pattern", target, config["r"])
+            layer = layers[target]
+            shape = (r, layer.in_features) if side == "lora_A" else (layer.out_features, r)
+            check_tensor(name, tensor, file, shape, f"this model and r = {r} ask")
+            pairs.setdefault(target, {})[side] = tensor
+        else:
+            check_base_tensor(model, name, short, tensor, file)
     if not pairs:
         raise ValueError(f"{folder}: the adapter holds no tensors")
-    model.lora = c
+    for target in [*targets_of(config, layers), *pairs]:
+        if len(pairs.get(target, ())) < 2:
+            raise ValueError(f"{folder}: lora_A or lora_B of {target!r} is missing")
+    for target, pair in pairs.items():
+        r = len(pair["lora_A"])
+        alpha = by_pattern(config, "alpha_pattern", target, config["lora_alpha"])
+        scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+        layers[target].set_lora(pair["lora_A"], pair["lora_B"], scale)
+    # whole modules in it are the base's, as check_base_tensor saw
+    model.lora = {**config, "modules_to_save": None}
+    # the adapter's own tokenizer and template, if it has them, go where it goes
+    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        model.tokenizer_folder = folder
     freeze_base(model)
 
 
+def check_base_tensor(model, name, short, tensor, file):
+    """PEFT also saves whole embeddings in some cases: fine if they are those of the base."""
+    if short == "lm_head.weight" and model.lm_head is None:
+        short = "model.embed_tokens.weight"
+    base = dict(model.named_parameters()).get(short)
+    if base is None:
+        raise ValueError(f"{file}: tensor {name!r} is no lora_A or lora_B of a linear layer inside "
+                         "this model's layers")
+    if not same_values(tensor, base):
+        raise ValueError(f"{file}: tensor {name!r} {tuple(tensor.shape)} differs from the base "
+                         f"model's {tuple(base.shape)}; adapters with whole trained or resized "
+                         "modules are not supported, merge it into its base with PEFT first")
+
+
+def read_adapter_config(folder):
+    check_folder(folder)
+    where = os.path.join(folder, "adapter_config.json")
+    if not os.path.isfile(where) and os.path.isfile(os.path.join(folder, "config.json")):
+        raise FileNotFoundError(f"{folder}: has no adapter_config.json, it is a whole model; give "
+                                "it as --model")
+    c = read_json(where)
+    unsupported = [key for key in UNSUPPORTED if c.get(key)]
+    # pissa and its like also change the base weights
+    if c.get("init_lora_weights") not in (True, False, None, "gaussian", "orthogonal", "eva"):
+        unsupported.append("init_lora_weights")
+    if c.get("peft_type") != "LORA" or c.get("bias", "none") != "none" or unsupported:
+        raise ValueError(f"{where}: only plain LoRA is supported (peft_type {c.get('peft_type')!r},"
+                         f" bias {c.get('bias')!r}"
+                         + "".join(f", {key} {c[key]!r}" for key in unsupported) + ")")
+    r, alpha = c.get("r"), c.get("lora_alpha")
+    if type(r) is not int or not 0 < r < 2**31 or not is_number(alpha):
+        raise ValueError(f"{where}: r should be a positive int and lora_alpha a number, "
+                         f"found {r!r} and {alpha!r}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        check_pattern(c.get(key) or {}, f"{where}: {key}")
+    return c
+
+
+def is_number(x):
+    return type(x) in (int, float) and abs(x) < 2**31
+
+
+def check_pattern(pattern, where):
+    """ValueError unless it is {regular expression: number}."""
+    try:
+        if all(is_number(value) and re.compile(key) for key, value in pattern.items()):
+            return
+    except (AttributeError, re.error):
+        pass
+    raise ValueError(f"{where} should map names of layers to numbers, found {pattern!r}")
+
+
+def by_pattern(config, key, target, default):
+    """The value of the first pattern that is the end of the layer's name, as PEFT reads them."""
+    for pattern, value in (config.get(key) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", target):
+            return value
+    return default
+
+
+def targets_of(config, layers):
+    """The layers that must be in the files. A regular expression or a choice of layers promises
+    none."""
+    wanted = config.get("target_modules")
+    chosen = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    if not isinstance(wanted, list) or chosen:
+        return []
+    return [name for name in layers if any(name.endswith(f".{end}") for end in wanted)]
+
+
 def save_adapter(model, folder):
-    """Writes the adapter in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+    """Writes the adapter in PEFT's format, and the tokenizer files it came with."""
     os.makedirs(folder, exist_ok=True)
-    save_tensors({f"base_model.model.{name}.weight": p for name, p in model.named_parameters() if "lora_" in name},
-                 os.path.join(folder, "adapter_model.safetensors"))
-    save_json(model.lora, os.path.join(folder, "adapter_config.json"))
+    adapter = {f"base_model.model.{name}.weight": p
+               for name, p in model.named_parameters() if "lora_" in name}
+    save_tensors(os.path.join(folder, "adapter_model.safetensors"),
+                 {name: p.shape for name, p in adapter.items()}, adapter.get, torch.float32)
+    write_json(os.path.join(folder, "adapter_config.json"), model.lora)
+    copy_files(model.tokenizer_folder, folder, TOKENIZER_FILES)

@@ -19,7 +19,7 @@ import eval as ev
 from data import Problem
 from model import GPT, Config
 from sample import Samples
-from tokenizer import write_byte_tokenizer
+from lib.arithmetic import write_byte_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 END = 0

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model as model_py
-from lib import hf
+from lib import files, hf
 from lib.hf import Config, rope_frequencies
 from lib.lora import adapter_as, add_lora, load_adapter, save_adapter
 from model import GPT, GroupCache, rotate

@@ -15,7 +15,7 @@ import sample as sample_py
 from gtpo import conflict_weights, token_logps
 from model import GPT, Config
 from sample import completion_texts, draw, group_page, restrict, sample, seeded_uniforms, show_completion, show_group
-from tokenizer import write_byte_tokenizer
+from lib.arithmetic import write_byte_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HF = os.path.join(ROOT, "tests", "fixtures", "hf")

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+import lib.chat
 import tokenizer as module
-from tokenizer import Tokenizer, write_byte_tokenizer
+from lib.arithmetic import write_byte_tokenizer
+from tokenizer import Tokenizer
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "tokenizer" / "hf_ids.json").read_text(encoding="utf-8"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -336,7 +338,7 @@ def test_template_environment(tmp_path):
     ("{{ 9**9**9**9 }}", "unbounded"),
 ])
 def test_bad_templates_are_value_errors(template, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "TEMPLATE_STEPS", 200_000)
+    monkeypatch.setattr(lib.chat, "TEMPLATE_STEPS", 200_000)
     tok = chat_folder(tmp_path, template)
     for call in (tok.chat, tok.chat_ids):
         with pytest.raises(ValueError, match=message):
@@ -471,26 +473,6 @@ def test_eos_and_pad_ids(tmp_path):
     for token in (0.5, 10**20, ["<|end|>"]):                                        # Regression: AttributeError: 'float' has no attribute 'encode'
         with pytest.raises(ValueError, match="pad_token is .*: expected the text of a token"):
             Tokenizer.from_pretrained(write(tmp_path / "bad", content, {"pad_token": token}))
-
-
-def test_save_pretrained_copies_the_files(tmp_path):
-    files = {"tokenizer_config.json": b'{"chat_template":\r\n "x"}', "special_tokens_map.json": b"{ }", "chat_template.jinja": b"a\r\nb",
-             "chat_template.json": b"{}", "vocab.json": b"{}", "merges.txt": b"#version: 0.2\n", "added_tokens.json": b"{}\n",
-             "generation_config.json": b'{"eos_token_id": 3}'}
-    source = write(tmp_path / "a", spec(XYZ, []))
-    for name, data in files.items():
-        (source / name).write_bytes(data)
-    (source / "model.safetensors").write_bytes(b"no")
-    tok = Tokenizer.from_pretrained(source)
-    tok.save_pretrained(tmp_path / "deep" / "b")
-    tok.save_pretrained(source)
-    files["tokenizer.json"] = (source / "tokenizer.json").read_bytes()
-    for folder in (source, tmp_path / "deep" / "b"):
-        assert {n: (folder / n).read_bytes() for n in files} == files
-    assert not (tmp_path / "deep" / "b" / "model.safetensors").exists()
-    (tmp_path / "deep" / "b" / "generation_config.json").write_bytes(b'{"eos_token_id": 4}')
-    tok.save_pretrained(tmp_path / "deep" / "b")
-    assert Tokenizer.from_pretrained(tmp_path / "deep" / "b").eos_ids == (4,)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the byte tokenizer

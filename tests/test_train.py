@@ -29,7 +29,8 @@ import train
 from data import Problem, demonstration, held_out, load_problems
 from model import GPT, Config
 from safetensors.torch import load_file, save_file
-from tokenizer import Tokenizer, write_byte_tokenizer
+from lib.arithmetic import write_byte_tokenizer
+from tokenizer import Tokenizer
 from tqdm import tqdm
 from train import (TrainConfig, check_config, keep_metrics_before, learning_rate, make_tiny_model, micro_batches, order, read_config,
                    completion_logps, save_checkpoint, to_toml)

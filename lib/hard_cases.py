@@ -1,0 +1,80 @@
+"""Hard cases of grading: what is equal, what is not, and why. `python rewards.py` prints them."""
+from lib.grading import answers_equal
+
+HARD_CASES = (   # prediction, gold, equal?, why
+    ("2{,}125", "2,125", True, "thousands separators are dropped on both sides"),
+    ("2,12", "2,125", False, "a list of two numbers"),
+    ("32, 349", "32349", False, "a comma and a blank make a list, no thousands"),
+    (r"\$45.00", "45", True, "currency, trailing zeros"),
+    ("45.01", "45", False, "no tolerance"),
+    ("\u221210", "-10", True, "Unicode minus"),
+    ("5-15", "-10", False, "nothing is computed"),
+    ("36", "6", False, "the gold is no substring to look for"),
+    ("6 or 8", "6", False, "one answer, not a choice"),
+    ("not 6", "6", False, "words that change the value stay"),
+    (r"-\frac{3}{-4}", ".75", True, "fractions and decimals are rational numbers"),
+    (r"\frac34", "3/4", True, "TeX arguments without braces"),
+    (r"3\frac{1}{2}", "7/2", True, "a mixed number"),
+    ("3/0", "3/0", False, "a division by zero is no answer"),
+    ("33.3333", r"\frac{100}{3}", False, "a rounded decimal is another number"),
+    (r"35\%", "35", True, "percent signs are dropped on both sides"),
+    ("0.35", "35%", False, "0.35 is not 35%"),
+    ("42", "042", True, "leading zeros"),
+    ("18e0", "18", True, "scientific notation is read"),
+    (r"1.5 \times 10^{-3}", "0.0015", True, "in its TeX spelling too"),
+    ("1_8", "18", False, "an underscore is no digit: this is 1 in base 8"),
+    ("nan", "nan", False, "no number, and no answer"),
+    ("\uff11\uff18", "18", False, "only ASCII digits are digits"),
+    ("9**9**9", "387420489", False, "nothing is evaluated"),
+    ("1e999999999", "4", False, "too large to read: text, at once"),
+    ("10 square feet", r"10\text{ cm}^2", True, "units are dropped, whatever they are"),
+    ("5 million", "5", False, "not a unit"),
+    ("5x", "5", False, "a letter is not a unit"),
+    (r"90^\circ", "90 degrees", True, "degrees are dropped"),
+    ("x = 5", "5", True, "a name in front is dropped"),
+    ("y = 5", "x = 5", False, "two names that differ"),
+    ("y=1, x=2", "x=1, y=2", False, "each part keeps its name"),
+    ("x=1, y=2", "(1,2)", True, "named parts make a tuple, in the order of the names"),
+    ("p=5,q=2;p=7,q=2", "(5,2),(7,2)", True, "a list of named pairs"),
+    (r"\frac{NO}{BO}=\frac{1}{2}", "0.5", True, "a ratio of segments is a name, too"),
+    ("1, 2", "2, 1", False, "a list has an order"),
+    (r"\{1,2\}", r"\{2, 1\}", True, "a set has none"),
+    ("8 or 6", "6, 8", True, "alternatives have none"),
+    ("a = 4, -8", "-8, 4", True, "nor have the values of one unknown"),
+    (r"\pm 2", "2, -2", True, "two alternatives"),
+    (r"\boxed{1} and \boxed{2}", "1, 2", True, "boxes side by side are one answer"),
+    (r"\boxed{1} or \boxed{2}", "2", False, "so that listing guesses pays nothing"),
+    ("(0.5,3)", r"\left(\frac{1}{2}, 3\right)", True, "tuples are compared part by part"),
+    ("[0,1)", "(0,1)", False, "closed and open ends differ"),
+    (r"(3,\infty)\cup(-\infty,2)", r"(-\infty,2) \cup (3,\infty)", True, "a union has no order"),
+    (r"5 \le x", r"x \geq 5", True, "the same inequality"),
+    (r"x < 1 or x > 3", r"(-\infty,1)\cup(3,\infty)", True, "and as intervals"),
+    (r"\begin{pmatrix}1/2\\2\end{pmatrix}", r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}", True,
+     "matrices, entry by entry"),
+    ("1 + 2x + x^2", "x^{2}+2*x+1", True, "terms of a sum in any order"),
+    (r"\frac{9\pi}{4}", r"\frac94\pi", True, "a rational factor in any spelling"),
+    ("(2+x)(x-2)", "(x-2)(x+2)", True, "factors in any order"),
+    (r"2^{1+n} - \frac{1}{1+x}", r"-\frac{1}{x+1} + 2^{n+1}", True,
+     "also inside exponents and fractions"),
+    (r"2\sqrt{3}", r"\sqrt{12}", False, "roots are not simplified"),
+    (r"0.1\overline{6}", "1/6", True, "a repeating decimal is a rational number"),
+    (r"\text{(B)}", "B", True, "a choice"),
+    ("(B) 27", "B", True, "a choice with its text"),
+    ("(B) 27 or (C) 28", "B", False, "one choice only"),
+    ("So the final answer is $5$. I hope it is correct.", "5", True,
+     "a sentence that states the answer"),
+    ("Thus $x <= 2$ is our answer.", r"x \leq 2", True, "with no words but harmless ones"),
+    ("Half of it is $5$", "5", False, "another word might change the value"),
+    ("The answer is 5. No, 6.", "5", False, "nor may anything follow"),
+    ("see figure", "see figure", False, "an unreadable gold pays nobody"),
+)
+
+
+def print_table():
+    """Prints the cases with the verdicts of answers_equal."""
+    first, second = (max(len(case[i]) for case in HARD_CASES) + 2 for i in (0, 1))
+    print(f"{'prediction':{first}}{'gold':{second}}{'equal':7}why")
+    for pred, gold, equal, why in HARD_CASES:
+        verdict = answers_equal(pred, gold)
+        wrong = "" if verdict == equal else "   <-- WRONG VERDICT"
+        print(f"{pred:{first}}{gold:{second}}{'yes' if verdict else 'no':7}{why}{wrong}")
