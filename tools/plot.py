@@ -18,7 +18,7 @@ import sys
 
 import numpy as np
 
-from eval import by_problem, columns, mean, problem_stats, read_results
+from eval import ks_of, mean, problem_figures, read_results
 from lib.run import command
 
 # field of metrics.jsonl: title
@@ -48,16 +48,16 @@ def read_jsonl(path, needs=()):
 def read_curves(path):
     """{data set: {"pass@1": 0 to 1, "maj@1": ..., "pass@2": ...}} of a file of eval.py, for
     k = 1, 2, 4, ... up to its n. ValueError: broken, or without completions."""
-    header, rows = read_results(path)
-    if not rows:
-        raise ValueError(f"{path}: no completions in it; run its eval.py command again")
+    header, found = read_results(path)
     curves = {}
-    for name, spec in header["settings"]["data"].items():
-        ks = sorted({2**e for e in range(spec["n"].bit_length())} | {spec["n"]})
-        problems = by_problem(row for row in rows if row["data"] == name).values()
-        stats = np.array([problem_stats(group, ks) for group in problems])      # (problems, ...)
-        if stats.size:
-            curves[name] = {c: mean(v) for c, v in zip(columns(ks), stats.T) if "@" in c}
+    for name, groups in found.items():
+        ks = ks_of("", header["settings"]["data"][name]["n"])
+        problems = [problem_figures(rows, ks) for rows in groups.values()]
+        if problems:
+            curves[name] = {f"{kind}@{k}": mean(problems, f"{kind}@{k}")
+                            for kind in ("pass", "maj") for k in ks}
+    if not curves:
+        raise ValueError(f"{path}: no completions in it; run its eval.py command again")
     return curves
 
 
