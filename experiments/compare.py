@@ -36,7 +36,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALGORITHMS = {                                          # name: flags of train.py
     "grpo": ["--algo=grpo"],
     "grpo_kl": ["--algo=grpo", "--beta=0.04"],          # as in DeepSeekMath, arXiv 2402.03300
-    "grpo_no_std": ["--algo=grpo", "--scale_advantages=none"],      # GTPO with all parts off
+    "grpo_no_std": ["--algo=grpo", "--scale=none"],      # GTPO with all parts off
     "gtpo": ["--algo=gtpo"],
     "gtpo_no_conflict": ["--algo=gtpo", "--conflict=false"],
     "gtpo_no_filter": ["--algo=gtpo", "--entropy_filter=false"],

@@ -42,10 +42,10 @@ def heading(question, gold):
     return printable(question if gold is None else f"{question}   (gold: {gold})")
 
 
-def legend(mask, lam, mark):
+def legend(mask, lam, mark, sample=".."):
     """What the marks that occur mean, None if every token has weight 1."""
     weights = sorted(set(lam[mask.bool()].tolist()) - {1}, reverse=True)
-    parts = [f"{mark('..', w)} weight {w:g}" + (f": {MEANING[w]}" if w in MEANING else "")
+    parts = [f"{mark(sample, w)} weight {w:g}" + (f": {MEANING[w]}" if w in MEANING else "")
              for w in weights]
     return "; ".join([*parts, "all else weight 1"]) if parts else None
 
@@ -125,7 +125,7 @@ def group_page(tokenizer, question, gold, ids, mask, rewards, advantages, entrop
         items.append(f'<li class="{sign}{"" if kept[g] else " filtered"}">'
                      f"<small>{figures}</small><code>{text}</code></li>")
     asked = html.escape(heading(question, gold))
-    explained = legend(mask, lam, page_mark)
+    explained = legend(mask, lam, page_mark, "like this")
     return (f"{PAGE}<p>{asked}</p>\n<ol>\n" + "\n".join(items) + "\n</ol>\n"
             + (f"<p>{explained}.</p>\n" if explained else "")
             + "<p>A: the advantage. Entropy: mean over the tokens, in nats.</p>\n</html>\n")

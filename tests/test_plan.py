@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from gtpo import token_logps
 from lib.hf import Config
 from lib.lora import add_lora
+from logprobs import head_loss
 from model import GPT
 from sample import sample
 from tools.plan import Plan, model_config, report
@@ -55,7 +55,7 @@ def make_model(m, c):
     torch.manual_seed(0)
     model = GPT(m)
     if c.lora_rank:
-        add_lora(model.to(getattr(torch, c.dtype)), c.lora_rank, c.lora_rank)
+        add_lora(model.to(getattr(torch, c.dtype)), c.lora_rank)
     model.checkpointing = c.checkpointing
     return model
 
@@ -66,7 +66,7 @@ def micro_batch(model, c, P, Tp, N, L):
     ids, prompt_of = torch.arange(N * L).view(N, L), torch.arange(N) * P // N
     with torch.autocast("cpu", torch.bfloat16, enabled=c.dtype == "bfloat16"):
         hidden = model.completion_hidden(prompts, lengths, ids, prompt_of).flatten(0, 1)
-        loss = token_logps(hidden, model.head_weight, ids.flatten())[0].sum()
+        loss, _ = head_loss(hidden, model.head_weight, ids.flatten(), torch.sum)
     loss.backward()
 
 
@@ -101,8 +101,8 @@ def test_memory_of_training(m, shape, rank, dtype, checkpointing):
     assert 0.8 < planned / measured < 1.2
 
 
-@pytest.mark.parametrize("m", [WIDE, DEEP])
-@pytest.mark.parametrize("P, Tp, G, L", [(2, 160, 4, 66), (2, 160, 4, 1), (4, 32, 8, 128)])
+@pytest.mark.parametrize("m, P, Tp, G, L", [
+    (WIDE, 2, 160, 4, 1), (WIDE, 2, 64, 4, 32), (config(2, 256, 512, 2048, 4, 4), 2, 16, 8, 80)])
 def test_memory_of_sampling(m, P, Tp, G, L):
     """At full length: without an end token every completion runs to the last place. With one
     token the prompts make the peak. The evaluation takes no more completions at a time."""
@@ -128,7 +128,7 @@ def test_arithmetic(rank, checkpointing):
         with FlopCounterMode(display=False) as counter:
             run()
         counts.append(counter.get_total_flops())
-    assert Plan(c, WIDE).flops() == pytest.approx(counts, rel=0.1)
+    assert Plan(c, WIDE).flops() == pytest.approx(counts, rel=0.2)
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*_*b_*.toml"))),
@@ -140,6 +140,19 @@ def test_presets_of_the_paper_fit_on_80_gb(path):
     assert f"{dict(Q='3,085,938,688', L='8,030,261,248')[c.model[0]]} weights" in text
     peaks = [float(size) for size in text.splitlines()[-1].split()[-2:]]
     assert 12 < peaks[1] <= peaks[0] < 72                   # of 8 GPUs and of one
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_parameters_are_those_of_the_model(kind):
+    m = Config.from_dict(dict(
+        model_type=kind, vocab_size=96, hidden_size=32, intermediate_size=48, head_dim=8,
+        num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, attention_bias=True,
+        max_position_embeddings=64, mlp_bias=True))
+    model = GPT(m)
+    assert Plan(settings(), m).base == sum(p.numel() for p in model.parameters())
+    add_lora(model, 3)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert Plan(settings(lora_rank=3), m).trainable == trained
 
 
 def test_a_folder_is_read_and_mistakes_are_told(tmp_path):

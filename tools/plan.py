@@ -10,12 +10,9 @@ kernels come on top: 1 or 2 GB.
 """
 import os
 
-import torch
-
-from logprobs import CHUNK_ELEMENTS
 from lib.files import read_json
 from lib.hf import Config
-from model import GPT
+from logprobs import CHUNK_ELEMENTS
 from sample import DRAW_ELEMENTS
 
 # config.json of published models
@@ -42,39 +39,50 @@ class Plan:
 
     def __init__(self, c, m, processes=1):
         self.c, self.m = c, m
-        rank = read_json(os.path.join(c.adapter, "adapter_config.json"))["r"] if c.adapter else c.lora_rank
-        with torch.device("meta"):
-            weights = dict(GPT(m).named_parameters())
-        matrices = [w.shape for name, w in weights.items() if ".layers." in name and w.dim() == 2]
-        self.base = sum(w.numel() for w in weights.values())
-        self.matrices = sum(rows * columns for rows, columns in matrices)
-        self.full, adapter = not rank, rank * sum(rows + columns for rows, columns in matrices)
-        self.trainable = adapter or self.base
+        rank = c.lora_rank
+        if c.adapter:
+            rank = read_json(os.path.join(c.adapter, "adapter_config.json"))["r"]
+        H, F, layers = m.hidden_size, m.intermediate_size, m.num_hidden_layers
+        q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        shapes = [(H, q), (H, kv), (H, kv), (q, H), (H, F), (H, F), (F, H)]     # of a layer
+        vectors = 2 * H + m.qkv_bias * (q + 2 * kv) + m.o_bias * H + m.mlp_bias * (2 * F + H)
+        vectors += 2 * m.head_dim * (m.model_type == "qwen3")
+        self.matrices = layers * sum(rows * columns for rows, columns in shapes)
+        self.base = self.matrices + layers * vectors + H
+        self.base += m.vocab_size * H * (1 if m.tie_word_embeddings else 2)
+        adapter = layers * rank * sum(rows + columns for rows, columns in shapes)
+        self.full, self.trainable = not rank, adapter or self.base
+        # bytes of a number: in a layer, of a base weight and between layers, in the head
         bf16 = c.dtype == "bfloat16" or (c.dtype == "auto" and c.device != "cpu")
-        self.e = 2 if bf16 else 4                          # bytes of a number in a layer
-        self.r = 4 if self.full else self.e                # of one between layers, and of a weight
+        self.e = 2 if bf16 else 4
+        self.r = 4 if self.full else self.e
+        self.h = 4 if c.device == "cpu" else self.e
         self.copies = 2 * self.matrices if bf16 and self.full else 0        # autocast's
-        self.prompts = max(1, c.prompts_per_step // processes)              # of one process
+        self.head_copy = self.h * m.vocab_size * H * (self.h != self.r)
         reference = self.base if c.beta and self.full else 0
         self.weights = self.r * (self.base + reference) + 4 * adapter
         self.moments = 8 * self.trainable
-        self.parts = {"weights": self.weights, "gradients": 4 * self.trainable,
-                      "optimizer": self.moments, **self.training()}
-        self.parts |= {f"sampling: {name}": size for name, size in self.sampling(
-            self.prompts, c.group_size).items()}
+
+        self.prompts = max(1, c.prompts_per_step // processes)              # of one process
+        sampling = self.sampling(self.prompts, c.group_size)
         batch = max(1, self.prompts * c.group_size // c.eval_samples)
-        self.parts["evaluation: peak"] = self.sampling(batch, c.eval_samples)["peak"]
+        self.parts = {"weights": self.weights, "gradients": 4 * self.trainable,
+                      "optimizer": self.moments, **self.training(),
+                      **{f"sampling: {name}": size for name, size in sampling.items()},
+                      "evaluation: peak": self.sampling(batch, c.eval_samples)["peak"]}
 
     def sampling(self, P, G):
         """Memory of G completions for each of P prompts; peak: weights and optimizer included."""
         m, c, Tp, L = self.m, self.c, self.c.max_prompt_tokens, self.c.max_new_tokens
-        kv = 2 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim * self.e    # of a token
+        kv = 8 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim   # of a token, float32
         rows = min(P * G, max(1, DRAW_ELEMENTS // m.vocab_size))
         prompts, own = P * Tp * kv, P * G * L * kv
         scores = P * G * m.num_attention_heads * (Tp + L) * 16
-        logits = rows * m.vocab_size * 28
+        logits = rows * m.vocab_size * 24 + self.head_copy
         prefill = P * Tp * (3 * m.intermediate_size + 4 * m.hidden_size) * self.e
-        peak = prompts + max(prefill, prompts + own + scores + logits)
+        first = prompts * self.e // 4 + max(prefill, prompts)               # kept, then as float32
+        grow = own // 2 * (L > 64)              # buffers stand beside those twice as large
+        peak = max(first, prompts + own + max(grow, scores + logits))
         return {"keys and values": prompts + own, "scores": scores, "logits": logits,
                 "peak": self.weights + self.moments + self.copies + peak}
 
@@ -95,15 +103,15 @@ class Plan:
         prompt, backward = self.layer(P * Tp, P * Tp, 0)
         own, more = self.layer(N * L, N * (Tp + L), N * L * (Tp + L))
         backward = max(backward, more)
-        kv = 2 * m.num_key_value_heads * m.head_dim * self.e * P * Tp
         if c.checkpointing:                     # inputs of layers are kept, one layer runs again
             backward += max(prompt, own)
-            prompt, own = P * Tp * H * self.r + kv, N * L * H * self.r
+            kv = 2 * m.num_key_value_heads * m.head_dim * self.e
+            prompt, own = P * Tp * (H * self.r + kv), N * L * H * self.r
         layers = m.num_hidden_layers
-        chunk = min(CHUNK_ELEMENTS, N * L * V) * (8 + 2 * (self.e == 2))
-        head = chunk + N * L * H * (self.e + 2 * self.r) + 4 * V * H * self.full
+        chunk = min(CHUNK_ELEMENTS, N * L * V) * (8 + 2 * (self.h == 2))
+        head = chunk + N * L * H * (self.e + 2 * self.h) + 4 * V * H * self.full + self.head_copy
         # when backward goes over from completions to prompts, gradients of the former wait
-        waiting = 4 * self.trainable - self.copies + layers * (prompt + kv)
+        waiting = 4 * self.trainable - self.copies + layers * prompt
         peak = max(self.copies + layers * (prompt + own) + max(head, backward), waiting + backward)
         return {"training: activations": layers * (prompt + own), "training: a layer": backward,
                 "training: head and logits": head,
@@ -133,7 +141,7 @@ def report(c, config, processes=1):
     unit, name = (1e9, "GB") if p.base > 1e8 else (1e6, "MB")
     lines = [
         f"{c.model or 'a new ' + config.model_type}: {p.base:,} weights, {p.trainable:,} trained, "
-        f"{'bfloat16' if p.e == 2 else 'float32'}, checkpointing {'on' if c.checkpointing else 'off'}",
+        f"{'bfloat16' if p.e == 2 else 'float32'}" + ", checkpointing" * c.checkpointing,
         f"a step: {c.prompts_per_step} prompts of {c.max_prompt_tokens:,} tokens, "
         f"{c.prompts_per_step * c.group_size} completions of {c.max_new_tokens:,}; "
         f"{sampling / 1e12:,.2f} TFLOP to sample, {training / 1e12:,.2f} to train", "",
