@@ -166,6 +166,9 @@ def check(c, processes):
     if c.updates_per_rollout > 1 and not c.epsilon:
         raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
                          "an epsilon, such as 0.2")
+    taken = {"messages", "add_generation_prompt"} & set(c.template_variables)
+    if taken:
+        raise ValueError(f"template_variables: {min(taken)!r} is given to the template anyway")
     for name, used in (("prompts_per_step", c.algo != "sft"), ("sft_batch_size", c.sft_steps)):
         if used and getattr(c, name) % processes:
             raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {processes} "

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from tqdm import tqdm
 
-from data import (NAMES, SYSTEM_PROMPT, demonstration, encode_prompts, held_out, is_plain,
-                  load_problems)
+from data import (NAMES, SYSTEM_PROMPT, as_row, demonstration, encode_prompts, held_out, is_plain,
+                  load_problems, to_stderr)
 from eval import evaluate
 from lib.arithmetic import make_tiny_model
 from lib.config import to_toml
@@ -83,7 +83,7 @@ def prepare(c, processes, output, signals, make_optimizer):
         if not c.model and state is None:  # the tiny model, which is not in the output folder yet
             source = stack.enter_context(tempfile.TemporaryDirectory())
             make_tiny_model(source, c.seed)
-        tokenizer = Tokenizer.from_pretrained(source)
+        tokenizer = Tokenizer.from_pretrained(source, adapter=c.adapter or None)
         frozen = c.lora_rank or c.adapter  # weights that learn are float32
         dtype = forward_dtype(c.dtype, processes.device) if frozen else torch.float32
         model = GPT.from_pretrained(source, adapter=c.adapter or None, dtype=dtype,
@@ -94,7 +94,8 @@ def prepare(c, processes, output, signals, make_optimizer):
         add_lora(model, c.lora_rank)
     check_model(c, model, tokenizer)
     system_prompt = SYSTEM_PROMPT if c.system_prompt == "default" else c.system_prompt
-    problems, eval_problems = read_problems(c)
+    say = to_stderr if processes.main else lambda line: None
+    problems, eval_problems = read_problems(c, say)
     prompts, skipped = encode_prompts(tokenizer, problems, c.max_prompt_tokens, system_prompt,
                                       c.prompt_style, c.template_variables)
     needed = max(1, c.prompts_per_step if c.algo != "sft" else 1)
@@ -141,14 +142,14 @@ def check_model(c, model, tokenizer):
                          "(max_position_embeddings)")
 
 
-def read_problems(c):
-    """(to train on, to evaluate on); the second are never in the first."""
+def read_problems(c, say):
+    """(to train on, to evaluate on); the second are never in the first. say(line) tells what was
+    left out."""
     fields = c.question_field, c.answer_field
-    strict = c.data in NAMES
-    problems = load_problems(c.data, "train", *fields, strict=strict)
+    problems = load_problems(c.data, "train", *fields, say=say)
     if not c.eval_problems:
         return problems, []
-    if c.eval_data or strict:
+    if c.eval_data or c.data in NAMES:
         return problems, load_problems(c.eval_data or c.data, "test", *fields)[: c.eval_problems]
     return held_out(problems, c.eval_problems)  # the same split for every seed
 
@@ -215,8 +216,8 @@ def begin(run, changed):
         if not c.model:
             make_tiny_model(run.model.folder, c.seed)
         if c.data not in NAMES and not c.eval_data and run.eval_problems:
-            rows = [{"question": p.question, "answer": p.answer} for p in run.eval_problems]
-            output.write("heldout.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            rows = [json.dumps(as_row(problem)) + "\n" for problem in run.eval_problems]
+            output.write("heldout.jsonl", "".join(rows))
     output.write("config.toml", to_toml(replace(c, overwrite=False, resume="no")))
     output.open_log(run.step)
     if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
