@@ -91,8 +91,12 @@ def unboxed(text):
 # clean: one spelling for everything
 
 UNICODE = str.maketrans({
-    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "√": "\\sqrt ", "°": "", "²": "^2", "³": "^3",
-    "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "€": "$", "£": "$", "¥": "$"})
+    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "√": "\\sqrt ", "²": "^2", "³": "^3",
+    "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "𝜋": "π", "°": " ", "º": " ", "℃": " C",
+    "℉": " F", **dict.fromkeys("€£¥₹₩₽₫₪₦₱₺฿", "$")})
+CURRENCIES = """USD EUR GBP JPY INR CNY RMB CAD AUD CHF NZD SGD HKD MXN BRL KRW RUB SEK NOK DKK PLN
+    CZK ZAR PHP THB IDR MYR VND TWD AED SAR ILS EGP NGN KES PKR BDT LKR"""
+CURRENCY = rf"(?:(?i:{'|'.join(CURRENCIES.split())})|Rs\.?|(?:US|CA|AU|NZ|HK)(?=\\?\$))"
 COMMANDS = {
     "pi": "π", "infty": "∞", "cup": "∪", "in": "∈", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠",
     "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "approx": "≈",
@@ -112,10 +116,14 @@ def repeating(whole, start, period):
     return f"\\frac{{{top}}}{{{'9' * len(period)}{'0' * len(start)}}}"
 
 
-RULES = [(re.compile(pattern), to) for pattern, to in (
-    # in this order; white space has become single blanks
+def compiled(*rules):
+    return [(re.compile(pattern), to) for pattern, to in rules]
+
+
+# The rules go in this order; white space has become single blanks.
+BEFORE_UNITS = compiled(
     (r"</?answer>", ""),
-    (r"^[ *`\"]+|[ *`\"]+$", ""),  # **5** -> 5
+    (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
     (r"\\q?quad", " "),
     # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
     (r"\\([a-zA-Z]+)", lambda m: COMMANDS.get(m[1], m[0])),
@@ -124,6 +132,10 @@ RULES = [(re.compile(pattern), to) for pattern, to in (
     (r"<=", "≤"), (r">=", "≥"), (r"(?<![0-9])!=", "≠"),
     # 10,\!000 and 10{,}000 and 10\,000 -> 10000
     (r"(?<=[0-9])(?:, ?\\!|\\[!, ]|\{,\}) ?(?=[0-9]{3}(?![0-9]))", ""),
+    # USD 5 -> 5, pi/3 -> π/3
+    (rf"(?<![A-Za-z\\])(?:\\text ?\{{ ?{CURRENCY} ?\}}|{CURRENCY})[ ~]?"
+     r"(?=\\?\$? ?[-+]?[.0-9])", ""),
+    (r"(?<![A-Za-z\\])[pP]i(?![A-Za-z])", "π"), (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", "∞"),
     # spacing, then $..$, \(..\), \[..\], $5 and \$5
     (r"\\!", ""), (r"\\[,;: ]|~", " "), (r"\\?\$|\\[()\[\]]", " "),
     # 5\%, 5^\circ, 5^{\text{th}} -> 5
@@ -136,9 +148,11 @@ RULES = [(re.compile(pattern), to) for pattern, to in (
     # 1 and 2 -> 1, 2
     (r" ?,? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])) ?",
      lambda m: "∨" if "or" in m.groups() else ", "),
-    # 5 cm -> 5
-    (r"(?<=[0-9}π])( ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))(?: ?\^ ?\{?[23]\}?)?" + END,
-     lambda m: drop_unit(m)),
+)
+# 5 cm, $5/day, 5 \text{ apples}
+UNIT = re.compile(r"(?<=[0-9}π])( ?/? ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))"
+                  r"( ?\^ ?\{?[23]\}?)?" + END)
+AFTER_UNITS = compiled(
     (r"\\text\{([^{}]*)\}", r" \1 "),  # \text{Even} -> Even
     # sqrt(3) -> \sqrt{3}
     (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -156,35 +170,62 @@ RULES = [(re.compile(pattern), to) for pattern, to in (
     (r"\\mathbb\{?R\}?|ℝ|(?i:^allreal(?:s|numbers)$)", "(-∞,∞)"),
     (r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\overline\{([0-9]{1,50})\}(?![0-9.])",
      lambda m: repeating(*m.groups())),
-)]
-SHORT_UNITS = set("""m g s h L l C F cm mm km kg mg ml ft in yd mi lb lbs oz hr hrs mph kph sq gm
-    st nd rd th""".split())
+)
+# short units that may follow a number at once, as in 5cm; those that need a blank before them;
+# what may follow a slash
+GLUED = set("""L cm mm km kg mg ml mL ft in yd mi lb lbs oz hr hrs mph kph kmh sq gm st nd rd th
+    min mins sec secs kWh""".split() + CURRENCIES.split())
+SPACED = set("m g s h l C F dm nm cc yr yrs wk mo qt pt ha ms Hz Pa kW MW kJ KB MB GB TB".split())
+PER = set("""sec second min minute hr hour day night week month yr year person people student child
+    unit item piece each pc kg lb pound oz ounce ton mile km gallon liter litre foot ft yard meter
+    metre cup box bag ticket share""".split())
 # words that change the value
 NO_UNITS = set("""am pm hundred thousand million billion trillion dozen half halve third quarter
     fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth squared cubed
-    factorial not no nor or and than more less least most to if is are was mod base remainder plus
-    minus over above below north south east west up down loss debt negative wrong incorrect
-    pi sqrt root sin cos tan cot sec csc log ln exp infinity""".split())
+    factorial mil bil lakh crore gross not no nor or and than more less least most to if is are
+    was mod base remainder plus minus over above below north south east west up down loss debt
+    negative wrong incorrect sqrt root sin cos tan cot csc log ln exp""".split())
 
 
-def drop_unit(m):
-    """A unit behind a number goes: \\text{ words }, plain words from three letters on, short units
-    as in 5cm. Words of NO_UNITS stay."""
-    space, marked, plain = m.groups()
+def drop_unit(m, taken):
+    """A unit behind a number goes; what else stands there stays, words of NO_UNITS as written."""
+    link, marked, plain, power = m.groups()
+    before = m.string[max(0, m.start() - 60):m.start()]
     words = re.findall("[A-Za-z]+", (plain or marked or "").replace(".", ""))
-    if any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words):
-        return m[0].replace("\\text{", "\\word{")  # as written
+    changed = any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words)
+    if changed or "sec" in words[:-1]:  # 2 sec x is no time
+        return m[0].replace("\\text{", "\\word{")
     if not words or re.search(r"[^A-Za-z ./-]", marked or ""):
         return m[0]
-    if re.search(r"\\text\{[^{}]*\}$", m.string[:m.start()]):
+    if re.search(r"\\text\{[^{}]*\}$", before):
         return m[0]
-    if words[0] in SHORT_UNITS and (marked or len(words[0]) > 1):
-        return ""
-    return "" if len(words[0]) > 2 and (marked or space and len(words) < 6) else m[0]
+    first = words[0]
+    named = first in GLUED | SPACED or len(first) > 2
+    if "/" in link:  # $5/day
+        per = first.lower().removesuffix("s") in PER
+        unit = len(words) == 1 and (per or marked and named)
+    elif marked:
+        unit = named
+    elif first in SPACED or first == "L":
+        unit = (link or first == "L") and not may_be_variables(before, plain, power, words, taken)
+    else:
+        unit = first in GLUED or link and 2 < len(first) and len(words) < 6
+    return "" if unit else m[0]
+
+
+def may_be_variables(before, plain, power, words, taken):
+    """May a short plain unit be a variable? Not when the number before it stands by itself, all are
+    known units, joined by a slash if there are two, none is squared but m (4 s^2), and none is in
+    taken, the short words of the other side."""
+    alone = re.search(r"(?:^|[,;∨=≈]) ?[-+]? ?[0-9][0-9.,/ ]*$", before)
+    known = all(word in GLUED | SPACED or len(word) > 2 for word in words)
+    one = re.fullmatch(r"[A-Za-z]+(/[A-Za-z]+)?[. ]*", plain)
+    squared = power and plain.strip() != "m" and not (one and one[1])
+    return not (alone and known and one) or squared or taken & set(words)
 
 
 STATED = re.compile(r"(?i)(?:^|[.:!?\n])[\s*]*(?:(?:(?:so|thus|hence|therefore),? )?(?:the )?"
-                    r"(?:final )?(?:answer|solution)\b(?: is\b)?:?[\s*]*)+")
+                    r"(?:final )?(?:answer|solution)\b(?: is\b)?:?[\s*]*)+|(?:^|\n)[\s*]*####")
 LINKING = set("""so thus hence therefore then finally we find get have obtain see conclude that this
     it here it is are be the a an our my to of final answer solution result value set interval
     inequality equation zero identity matrix vector number total expression probability""".split())
@@ -192,8 +233,9 @@ LINKING = set("""so thus hence therefore then finally we find get have obtain se
 
 def stated(text):
     """The answer that a sentence states: what follows the last `The answer is` at the start of a
-    sentence; then, what stands between dollar signs when they occur once and all other words are
-    harmless. Any other sentence stays as it is, and will equal nothing."""
+    sentence, or the last `####` of a line; then, what stands between dollar signs when they occur
+    once and all other words are harmless. Any other sentence stays as it is, and will equal
+    nothing."""
     text = re.sub(r"\s*I hope it is correct\.?\s*$", "", text)
     text = text[max((m.end() for m in STATED.finditer(text)), default=0):]
     dollars = re.sub(r"\$\$|\\[()\[\]]", "$", text)
@@ -203,15 +245,21 @@ def stated(text):
 
 
 @lru_cache(4096)
-def clean(text):
+def clean(text, other=""):
     """The answer without wrappers and units, each thing in one spelling, each argument in braces.
-    ¶ ends the row of a matrix; elsewhere a doubled backslash is one."""
+    ¶ ends the row of a matrix; elsewhere a doubled backslash is one. other: what it is compared
+    with, whose short words are no units here: 5 g is 5, but not beside 5g or g = 5."""
     text = " ".join(stated(unboxed(text) or "").split()).translate(UNICODE)
     if "\\begin" in text:
         text = text.replace("\\\\", "¶")
     else:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)
-    for pattern, to in RULES:
+    for pattern, to in BEFORE_UNITS:
+        text = pattern.sub(to, text)
+    outside = re.sub(r"\\[a-zA-Z]+ ?(?:\{[^{}]*\})?", " ", other)
+    taken = {c for w in re.findall("[A-Za-z]+", outside) if len(w) < 3 for c in (w, *w)}
+    text = UNIT.sub(lambda m: drop_unit(m, taken), text)
+    for pattern, to in AFTER_UNITS:
         text = pattern.sub(to, text)
     return braced(text)
 
@@ -298,7 +346,10 @@ def parse(s, depth=0):
     if found and not all(parts):
         return "text", s
     if found:
-        return listed("or" if "∨" in found else "list", children(grouped(s, parts, found)))
+        items = children(grouped(s, parts, found))
+        if "∨" in found and all(same(items[0], item) for item in items[1:]):  # x+1 or 1+x
+            return items[0]
+        return listed("or" if "∨" in found else "list", items)
     parts, found = split(s, "=<>≤≥≠∈≈")
     if found:
         return relation(parts, found, depth + 1)
@@ -622,7 +673,7 @@ def answers_equal(pred, gold):
         return False
     if max(len(pred), len(gold)) > LONGEST:
         return pred.strip() == gold.strip()
-    pred, gold = clean(pred), clean(gold)
+    pred, gold = clean(pred, gold), clean(gold, pred)
     for a, b in ((pred, gold), (gold, pred)):  # (C) 27 is the choice (C)
         choice = re.fullmatch(r"\(?([A-J])[).:] ?\(?-?[0-9.][^A-Za-z]*", a)
         if choice and re.fullmatch(r"\(?[A-J]\)?", b):
