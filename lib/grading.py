@@ -192,7 +192,8 @@ def drop_unit(m, taken):
     link, marked, plain, power = m.groups()
     before = m.string[max(0, m.start() - 60):m.start()]
     words = re.findall("[A-Za-z]+", (plain or marked or "").replace(".", ""))
-    if any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words):
+    changed = any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words)
+    if changed or "sec" in words[:-1]:  # 2 sec x is no time
         return m[0].replace("\\text{", "\\word{")
     if not words or re.search(r"[^A-Za-z ./-]", marked or ""):
         return m[0]
