@@ -380,7 +380,7 @@ def test_folders_that_are_no_models(folder, message):
 @pytest.mark.parametrize("form", ("config.json", "config_v4.json"))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_folder_holds_what_was_loaded(name, form, tmp_path):
-    raw, tensors = {**config_of(name, form), "my_field": [1, {"a": None}]}, weights_of(name)
+    raw, tensors = {**config_of(name, form), "kv_dtype": [1, {"a": None}]}, weights_of(name)
     save_folder(GPT.from_pretrained(write(copy(name, tmp_path / "a"), raw)), tmp_path / "b")
     assert json.loads((tmp_path / "b/config.json").read_text()) == raw
     assert_holds(GPT.from_pretrained(tmp_path / "b"), tensors)
@@ -389,9 +389,12 @@ def test_a_saved_folder_holds_what_was_loaded(name, form, tmp_path):
 
 @pytest.mark.parametrize("stored", (torch.bfloat16, torch.float16, torch.float64))
 def test_weights_come_in_one_type_and_go_out_in_another(stored, tmp_path):
-    """The type of most weights in the files is that of the folder, even if norms are float32."""
-    tensors = {k: v if k == W else v.to(stored) for k, v in weights_of("llama_gqa").items()}
-    folder = write(tmp_path / "a", config_of("llama_gqa"), tensors)
+    """What most numbers have is the folder's type, even if most tensors, the small ones, are
+    float32."""
+    tensors = weights_of("llama_gqa")
+    tensors = {k: v if v.numel() < 3000 else v.to(stored) for k, v in tensors.items()}
+    assert sum(t.dtype == torch.float32 for t in tensors.values()) > len(tensors) / 2
+    folder = write(tmp_path / "a", {**config_of("llama_gqa"), "torch_dtype": "x"}, tensors)
     for loaded, asked in ((torch.float32, None), (torch.bfloat16, None), (torch.float32, stored)):
         model = GPT.from_pretrained(folder, dtype=loaded)
         assert model.stored_dtype == stored and {p.dtype for p in model.parameters()} == {loaded}
@@ -446,6 +449,24 @@ def test_a_save_that_dies_leaves_the_old_weights(shard_bytes, tmp_path, monkeypa
         save_folder(model, folder, shard_bytes=shard_bytes)
     assert sorted(os.listdir(folder)) == before
     assert_holds(GPT.from_pretrained(folder), tensors)
+
+
+def test_a_save_that_is_killed_between_two_shards_is_refused(tmp_path, monkeypatch):
+    """Half of the shards are the new ones and half the old ones: every tensor is there."""
+    model, moved, replace = GPT.from_pretrained(os.path.join(HF, "llama_gqa")), [], os.replace
+    save_folder(model, tmp_path, shard_bytes=90_000)
+
+    def killed(source, target):
+        moved.extend([target] if os.path.dirname(target) == str(tmp_path) else [])
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(model, str(tmp_path), shard_bytes=90_000)
+    with pytest.raises(FileNotFoundError, match="has no weights"):
+        GPT.from_pretrained(tmp_path)
 
 
 def test_save_copies_the_tokenizer_and_all_may_read_it(tmp_path):

@@ -225,6 +225,7 @@ def test_adapters_of_all_kinds_give_the_merged_model(case, file, tmp_path):
         close(model(ids), want, 5e-4)
         save_adapter(model, tmp_path / "b")
         assert all("lora_" in name for name in tensors_of(tmp_path / "b"))
+        assert config_of(tmp_path / "b") == {**config_of(folder), "modules_to_save": None}
         again = GPT.from_pretrained(BASE, adapter=tmp_path / "b")
         assert torch.equal(again(ids), model(ids))
 
