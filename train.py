@@ -22,9 +22,8 @@ import math
 import os
 import random
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -32,18 +31,16 @@ from torch.nn.parallel import DistributedDataParallel
 from data import demonstration
 from gtpo import (conflict_weights, group_advantages, keep_completions, mean_entropy, policy_loss,
                   token_weights)
-from lib.arithmetic import imperfect_demonstration, make_tiny_model
-from lib.config import check_ranges, help_text, read_config
+from lib.arithmetic import imperfect_demonstration
+from lib.config import check_ranges, help_text
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command
 from lib.show import show_group
-from lib.training import (advise, begin, end_step, evaluation, finish, is_finished, prepare,
-                          save_policy, trained)
+from lib.training import (advise, before_rl, begin, check, end_step, finish, is_finished, plan,
+                          prepare, settings)
 from logprobs import head_loss, token_logps
-from model import GPT
 from rewards import reward_parts
 from sample import completion_texts, pad, plain_stop, sample, seeded_uniforms
-from tools.plan import model_config, report
 
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.99)  # AdamW's; decay on matrices alone
 LR_WARMUP = 0.005  # share of the steps in which the learning rate rises
@@ -124,58 +121,6 @@ RANGES = {**dict.fromkeys(("sft_batch_size", "prompts_per_step", "max_prompt_tok
           "group_size": ">= 2", "epsilon": ">= 0 and < 1"}
 PARTS = {"gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none", epsilon=0.0),
          "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
-GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
-        "scale_advantages": "write scale=std or scale=none",
-        "lora_alpha": "alpha is the rank", "lora_targets": "an adapter sits on all linear layers",
-        "merge": "GPT.from_pretrained(folder, adapter=...).save_pretrained(...) merges",
-        "zero": "lora_rank needs little optimizer state; ZeRO is not here",
-        "sft_max_tokens": "it is max_prompt_tokens + max_new_tokens",
-        "resume_force": "flags given again with --resume win",
-        **dict.fromkeys("warmup_ratio weight_decay adam_beta2 max_bad_updates".split(),
-                        "a constant at the top of train.py"),
-        "timeout_minutes": "a constant of lib/run.py"}
-
-
-def settings(argv):
-    """The command line -> (TrainConfig, what a resumed run does otherwise than before). A run that
-    goes on reads its own config.toml in place of a preset."""
-    words = dict(gone=GONE, aliases={"name": "out=out/{}"}, defaults_of={"algo": PARTS},
-                 bare={"resume": "yes", "compile": "yes"})
-    c, given = read_config(TrainConfig, argv, **words)
-    own = os.path.join(c.out, "config.toml")
-    if c.resume == "no" or not Output(c.out).has_checkpoint() or not os.path.exists(own):
-        return c, []
-    before, _ = read_config(TrainConfig, [], file=own)
-    now, _ = read_config(TrainConfig, argv, file=own, **words)
-    now = replace(now, out=c.out)
-    changed = [f"{key} is {getattr(now, key)!r}, it was {value!r}"
-               for key, value in asdict(before).items()
-               if key not in ("out", "resume", "overwrite") and getattr(now, key) != value]
-    return now, changed
-
-
-def check(c, processes):
-    """Refuses what cannot work, before anything is loaded or written. ValueError says why."""
-    check_ranges(c, CHOICES, RANGES)
-    if c.overwrite and c.resume != "no":
-        raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "
-                         "with it: give one of the two")
-    if c.lora_rank and c.adapter:
-        raise ValueError(f"lora_rank={c.lora_rank} makes a new adapter, adapter={c.adapter} goes "
-                         "on with an old one: give one of the two")
-    if c.updates_per_rollout > 1 and not c.epsilon:
-        raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
-                         "an epsilon, such as 0.2")
-    taken = {"messages", "add_generation_prompt"} & set(c.template_variables)
-    if taken:
-        raise ValueError(f"template_variables: {min(taken)!r} is given to the template anyway")
-    for name, used in (("prompts_per_step", c.algo != "sft"), ("sft_batch_size", c.sft_steps)):
-        if used and getattr(c, name) % processes:
-            raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {processes} "
-                             f"processes; choose a multiple of {processes}")
-    if not c.sft_steps and (c.algo == "sft" or not c.steps):
-        raise ValueError("sft_steps=0" + (" with algo='sft'" if c.algo == "sft" else " and steps=0")
-                         + ": there is nothing to do")
 
 
 # ---- the pieces of a step ------------------------------------------------------------------------
@@ -209,6 +154,11 @@ class Batch:
         return Batch(self.prompt_ids[used, : int(lengths.max())], lengths, prompt_of,
                      self.ids[rows, :L], self.mask[rows, :L])
 
+    def hidden(self, model):
+        """The hidden states that predict each token, (N, L, H)."""
+        return model.completion_hidden(self.prompt_ids, self.prompt_lengths, self.ids,
+                                       self.prompt_of)
+
     def micro_batches(self, rows, most):
         """Splits `rows`, a list of completions, into parts of at most `most` tokens with padding
         (a longer one stands alone). Completions of one prompt stay side by side, since each part
@@ -239,49 +189,47 @@ class Policy(torch.nn.Module):
     def forward(self, batch, token_loss, per_token, temperature=1.0):
         """token_loss(logps, *per_token) is a sum over tokens; per_token: tensors (N, L). Returns
         the loss and the log-probs of all real tokens, one completion after another, (tokens,)."""
-        hidden = self.model.completion_hidden(batch.prompt_ids, batch.prompt_lengths, batch.ids,
-                                              batch.prompt_of)  # (N, L, H)
         mask = batch.mask
-        return head_loss(hidden[mask], self.model.head_weight, batch.ids[mask], token_loss,
+        hidden = batch.hidden(self.model)[mask]  # (tokens, H)
+        return head_loss(hidden, self.model.head_weight, batch.ids[mask], token_loss,
                          [x[mask] for x in per_token], temperature)
 
 
 def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
-    """Adds the gradient of the loss of the completions `rows` to .grad, the sum over all processes.
-    Returns the loss of this process and [(rows, log-probs of their tokens)] of each micro-batch."""
-    rows = rows or [0]  # DDP asks every process for a gradient: one of weight 0 gives zeros
-    parts, total, logps = list(batch.micro_batches(rows, run.c.micro_tokens)), 0.0, []
+    """Adds the gradient of the loss of the completions `rows` to .grad: the sum over all processes.
+    per_token: tensors (N, L). Returns the loss of this process, and log-probs (N, L), 0 elsewhere.
+    """
+    rows = rows or [0]  # DDP waits for every process: one of weight 0 makes a gradient of zeros
+    total, logps = 0.0, torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
+    parts = list(batch.micro_batches(rows, run.c.micro_tokens))
     for part in parts:
         micro = batch.take(part)
         L = micro.ids.shape[1]
-        waits = run.processes.size > 1 and part is not parts[-1]  # gradients are summed in the last
+        waits = run.processes.size > 1 and part is not parts[-1]  # the last one sums gradients
         with run.policy.no_sync() if waits else contextlib.nullcontext():
             with run.autocast():
                 loss, part_logps = run.policy(micro, token_loss, [x[part, :L] for x in per_token],
                                               temperature)
             (loss * run.processes.size).backward()  # DDP takes the mean over processes
         total += loss.item()
-        logps.append((part, part_logps))
+        logps[part, :L] = torch.zeros_like(logps[part, :L]).masked_scatter(micro.mask, part_logps)
     return total, logps
 
 
-def reference_logps(run, batch, rows, temperature):
-    """Log-probs of completions under the policy as it was before RL, (N, L), 0 elsewhere."""
-    c, model = run.c, run.model
-    result = torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
-    if model.lora:
-        swapped = adapter_as(model, run.reference)
-    else:
-        swapped, model = contextlib.nullcontext(), run.reference
+def reference_logps(run, batch, rows):
+    """Log-probs of `rows` under the policy as it was before RL: (N, L), 0 elsewhere."""
+    model, swapped = run.reference, contextlib.nullcontext()
+    if run.model.lora:  # its adapter of then
+        model, swapped = run.model, adapter_as(run.model, run.reference)
+    logps = torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
     with torch.no_grad(), run.autocast(), swapped:
-        for part in batch.micro_batches(rows, c.micro_tokens):
-            m = batch.take(part)
-            hidden = model.completion_hidden(m.prompt_ids, m.prompt_lengths, m.ids, m.prompt_of)
-            logps = torch.zeros_like(m.ids, dtype=torch.float32)  # (n, L')
-            logps[m.mask] = token_logps(hidden[m.mask], model.head_weight, m.ids[m.mask],
-                                        temperature).float()
-            result[part, : logps.shape[1]] = logps
-    return result
+        for part in batch.micro_batches(rows, run.c.micro_tokens):
+            micro = batch.take(part)
+            hidden = micro.hidden(model)[micro.mask]  # (tokens, H)
+            found = token_logps(hidden, model.head_weight, micro.ids[micro.mask], run.c.temperature)
+            part_logps = torch.zeros_like(micro.ids, dtype=torch.float32)  # (n, L')
+            logps[part, : micro.ids.shape[1]] = part_logps.masked_scatter(micro.mask, found)
+    return logps
 
 
 def learning_rate(step, steps, peak):
@@ -356,22 +304,6 @@ def warm_up(run):
 
 # ---- reinforcement learning ----------------------------------------------------------------------
 
-def begin_rl(run):
-    """What happens once, between the warm-up and the first RL step (or at a resume behind it)."""
-    c, model = run.c, run.model
-    if run.step == c.sft_steps:
-        run.before = run.before or evaluation(run, "before", run.step)
-        run.optimizer = make_optimizer(model)
-        if c.sft_steps:
-            save_policy(run, "sft")
-    if c.beta and run.reference is None and model.lora:
-        run.reference = {name: p.detach().clone() for name, p in trained(model).items()}
-    elif c.beta and run.reference is None:  # from the disk, where it is after a resume, too
-        folder = run.output.path("sft") if c.sft_steps else model.folder
-        run.reference = GPT.from_pretrained(folder, device=run.processes.device)
-        run.reference.requires_grad_(False)
-
-
 def rl_step(run):
     """One rollout and what is learned from it -> (row of metrics.jsonl, skipped updates)."""
     c, processes, device = run.c, run.processes, run.processes.device
@@ -391,92 +323,80 @@ def rl_step(run):
                    noise=noise, stop=plain_stop(run.tokenizer) if run.plain else None)  # (P, G, L)
     sample_seconds = time.time() - began
 
-    # 3. rewards by rule
+    # 3. rewards by rule: the sum of the parts of each completion's reward
     texts = completion_texts(run.tokenizer, s, prompts, run.plain)  # P lists of G
-    parts = [[reward_parts(text, problem.answer) for text in group]
-             for problem, group in zip(problems, texts)]
-    rewards = torch.tensor([[float(sum(part.values())) for part in group] for group in parts],
-                           device=device)  # (P, G)
+    graded = [[reward_parts(text, problem.answer) for text in group]
+              for problem, group in zip(problems, texts)]
+    parts = {name: torch.tensor([[float(one[name]) for one in group] for group in graded],
+                                device=device) for name in graded[0][0]}  # (P, G) each
+    rewards = sum(parts.values())  # (P, G)
 
     # 4. what each token counts, equations (1) to (5): constants, no gradient
     advantages = group_advantages(rewards, c.scale)  # (P, G)
     entropy = mean_entropy(s.entropy, s.mask)  # (P, G)
-    if run.initial_entropy is None:  # <H>_ini: the first batch of all processes
-        total = processes.totals({"sum": entropy.sum().item(), "count": P * G})
-        run.initial_entropy = total["sum"] / total["count"]
+    if run.initial_entropy is None:  # <H>_ini: the first batch, of all processes
+        total = processes.totals({"entropy": entropy.sum().item()})["entropy"]
+        run.initial_entropy = total / (c.prompts_per_step * G)
     lam = conflict_weights(s.ids, s.mask, advantages)  # (P, G, L)
     delta = keep_completions(entropy, run.initial_entropy, c.entropy_threshold,
                              advantages if c.filter_negative_only else None)  # (P, G)
     used_lam = lam if c.conflict else torch.ones_like(lam)  # (P, G, L)
     used_delta = delta if c.entropy_filter else torch.ones_like(delta)  # (P, G)
     weights = token_weights(advantages - c.gamma * entropy, s.mask, used_lam, used_delta)
-    weights = weights / c.prompts_per_step  # (P, G, L) the mean over the groups of all processes
+    weights = weights / c.prompts_per_step  # (P, G, L) a mean over the groups of all processes
 
-    # 5. the gradient of -J, equations (6) and (7): a sum over tokens, in any division; and
-    # 6. the update, the same on all processes
+    # 5. the gradient of -J, equations (6) and (7), a sum over tokens; 6. the update
     batch = Batch(*pad(prompts, device), torch.arange(P, device=device).repeat_interleave(G),
-                  s.ids.flatten(0, 1), s.mask.flatten(0, 1))
-    per_token = [weights.flatten(0, 1), s.logps.flatten(0, 1)]  # (N, L) with N = P * G
-    rows = list(range(P * G))
+                  s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
+    per_token = [weights.flatten(0, 1), s.logps.flatten(0, 1)]  # (N, L) each
+    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist()  # others have no gradient
     if run.reference is not None:
+        rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
-        per_token += [kl_weights.flatten(0, 1), reference_logps(run, batch, rows, c.temperature)]
-    else:  # a completion whose weights are all 0 has no gradient
-        rows = (per_token[0] != 0).any(-1).nonzero()[:, 0].tolist()
-    token_loss = functools.partial(policy_loss, epsilon=c.epsilon)
-    losses, norms, off = [], [], 0.0
-    for repeat in range(c.updates_per_rollout):
-        loss, logps = backward(run, batch, rows, token_loss, per_token, c.temperature)
-        if repeat == 0:
-            off = sum(mismatch(batch, part, per_token[1], new) for part, new in logps)
+        per_token += [kl_weights.flatten(0, 1), reference_logps(run, batch, rows)]
+    losses, norms, lr = [], [], learning_rate(step, c.steps, c.learning_rate)
+    for _ in range(c.updates_per_rollout):
+        loss, logps = backward(run, batch, rows, functools.partial(policy_loss, epsilon=c.epsilon),
+                               per_token, c.temperature)
+        if not losses:  # the sampler's policy still: its log-probs should be the trainer's
+            off = (logps - per_token[1])[rows][batch.mask[rows]].abs()  # (tokens,)
         losses.append(processes.totals({"loss": loss})["loss"])
-        lr = learning_rate(step, c.steps, c.learning_rate)
         norms.append(update(run, lr, c.grad_clip, losses[-1]))
 
-    # 7. what happened
-    real = s.mask.sum().item()
+    # 7. what happened, means over the completions of all processes
+    means = {"reward": rewards, "accuracy": parts["accuracy"] > 0, "format": parts["format"] >= 10,
+             "entropy": entropy, "kept": delta, "truncated": ~s.finished,
+             "completion_tokens": s.mask.sum(-1)}  # (P, G) each
+    tied = rewards.amax(1) == rewards.amin(1)  # (P,)
     total = processes.totals({
-        "count": P * G, "tokens": real, "reward": rewards.sum().item(),
-        "accuracy": sum(part["accuracy"] > 0 for group in parts for part in group),
-        "format": sum(part["format"] >= 10 for group in parts for part in group),
-        "entropy": entropy.sum().item(), "kept": delta.sum().item(),
-        "conflict": ((lam != 1) & s.mask).sum().item(),
-        "truncated": (~s.finished).sum().item(), "off": off,
-        "trained": batch.mask[rows].sum().item(),
-        "tied": (rewards.amax(1) == rewards.amin(1)).sum().item()})
+        **{name: x.sum().item() for name, x in means.items()}, "tied": tied.sum().item(),
+        "conflict": ((lam != 1) & s.mask).sum().item(), "off": off.sum().item(),
+        "trained": off.numel()})
+    row = {"phase": c.algo, **{name: total[name] / (c.prompts_per_step * G) for name in means},
+           "tied": total["tied"] / c.prompts_per_step,
+           "conflict": total["conflict"] / total["completion_tokens"],
+           "initial_entropy": run.initial_entropy, "tokens": total["completion_tokens"],
+           "mismatch": total["off"] / max(1, total["trained"]), "loss": sum(losses) / len(losses),
+           "grad_norm": norms[-1], "lr": lr, "sample_seconds": sample_seconds}
     if c.show_every and step % c.show_every == 0:
         run.say(f"\nstep {step}, one group:\n" + show_group(
             run.tokenizer, problems[0].question, problems[0].answer, s.ids[0], s.mask[0],
             rewards[0], advantages[0], entropy[0], used_delta[0], used_lam[0]))
-    n = total["count"]
-    row = {"phase": c.algo, "reward": total["reward"] / n, "accuracy": total["accuracy"] / n,
-           "format": total["format"] / n, "entropy": total["entropy"] / n,
-           "initial_entropy": run.initial_entropy, "kept": total["kept"] / n,
-           "conflict": total["conflict"] / max(1, total["tokens"]),
-           "tied": total["tied"] / c.prompts_per_step, "truncated": total["truncated"] / n,
-           "completion_tokens": total["tokens"] / n, "loss": sum(losses) / len(losses),
-           "grad_norm": norms[-1], "lr": lr, "mismatch": total["off"] / max(1, total["trained"]),
-           "tokens": total["tokens"], "sample_seconds": sample_seconds}
     return row, sum(not math.isfinite(norm) for norm in norms)
-
-
-def mismatch(batch, rows, sampled, logps):
-    """Sum over the tokens of `rows` of |log-prob of the trainer - of the sampler|, nats."""
-    mask = batch.mask[rows]  # (n, L)
-    return (logps - sampled[rows][mask]).abs().sum().item()
 
 
 def reinforce(run):
     c = run.c
-    begin_rl(run)
+    before_rl(run)
+    if run.step == c.sft_steps:
+        run.optimizer = make_optimizer(run.model)
     bar = run.bar(c.algo.upper(), c.steps, run.step - c.sft_steps)
     while run.step < c.sft_steps + c.steps:
         began = time.time()
         row, bad_updates = rl_step(run)
-        shown = {"reward": f"{row['reward']:.2f}", "acc": f"{row['accuracy']:.2f}",
-                 "format": f"{row['format']:.2f}", "H": f"{row['entropy']:.3f}",
-                 "kept": f"{row['kept']:.2f}", "conflict": f"{row['conflict']:.2f}",
-                 "grad": f"{row['grad_norm']:.2f}"}
+        shown = {short: f"{row[name]:.2f}" for short, name in (
+            ("reward", "reward"), ("acc", "accuracy"), ("format", "format"), ("H", "entropy"),
+            ("kept", "kept"), ("conflict", "conflict"), ("grad", "grad_norm"))}
         advise(run, row)
         end_step(run, row, bad_updates, began, bar, shown)
     bar.close()
@@ -485,16 +405,14 @@ def reinforce(run):
 # ---- the command ---------------------------------------------------------------------------------
 
 def parallel(run):
-    """Puts the policy in DistributedDataParallel if there are more processes than one."""
+    """The policy to train: in DistributedDataParallel if there are more processes than one."""
     run.policy = Policy(run.model)
-    if run.c.compile == "yes" or (run.c.compile == "auto" and run.processes.device.type == "cuda"):
-        run.model.compile_steps()
     if run.processes.size == 1:
         return
     run.policy = DistributedDataParallel(run.policy, gradient_as_bucket_view=True)
     # DDP sorts its buckets anew after its first backward. With one at every start, a resumed run
     # adds up gradients in the same order as one that was never stopped.
-    zero = torch.zeros(1, 2, dtype=torch.long, device=run.processes.device)  # a completion of two
+    zero = torch.zeros(1, 2, dtype=torch.long, device=run.processes.device)  # two tokens
     batch = Batch(zero, zero[:, 0] + 2, zero[:, 0], zero, zero == 0)
     backward(run, batch, [0], lambda logps: 0 * logps.sum(), [])
     run.optimizer.zero_grad(set_to_none=True)
@@ -505,14 +423,12 @@ def main(argv):
     if "--help" in argv or "-h" in argv:
         print(help_text(TrainConfig, __doc__))
         return 0
-    c, changed = settings([word for word in argv if word != "--plan"])
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    check(c, size)
+    c, changed = settings(TrainConfig, [word for word in argv if word != "--plan"], PARTS)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    check_ranges(c, CHOICES, RANGES)
+    check(c, processes)
     if "--plan" in argv:
-        with tempfile.TemporaryDirectory() as tiny:
-            if not c.model:
-                make_tiny_model(tiny, c.seed)
-            print(report(c, model_config(c.model or tiny), size))
+        print(plan(c, processes))
         return 0
     processes = Processes(c.device)
     output = Output(c.out, processes.main)
@@ -520,17 +436,14 @@ def main(argv):
         run = processes.agree(
             lambda: prepare(c, processes, output, signals, make_optimizer),
             lambda run: {"first step": run.step, "settings": asdict(c), "problems": run.problems})
-        if is_finished(run):
-            run.say(f"{c.out} is finished: all {run.step} steps and the last evaluation are there; "
-                    "more steps: --resume --steps=MORE")
-            return 0
-        begin(run, changed)
-        parallel(run)
-        if run.step < c.sft_steps:
-            warm_up(run)
-        if c.algo != "sft":
-            reinforce(run)
-        finish(run)
+        if not is_finished(run):
+            begin(run, changed)
+            parallel(run)
+            if run.step < c.sft_steps:
+                warm_up(run)
+            if c.algo != "sft":
+                reinforce(run)
+            finish(run)
     processes.close()
     return 0
 

@@ -18,11 +18,12 @@ from data import (NAMES, SYSTEM_PROMPT, as_row, demonstration, encode_prompts, h
                   load_problems, to_stderr)
 from eval import evaluate
 from lib.arithmetic import make_tiny_model
-from lib.config import to_toml
+from lib.config import read_config, to_toml
 from lib.lora import add_lora, save_adapter
 from lib.run import Output, Processes, Signals, forward_dtype, peak_memory
 from model import GPT
 from tokenizer import Tokenizer
+from tools.plan import model_config, report
 
 MOST_BAD_UPDATES = 10  # in a row whose loss or gradient is not finite, then the run ends
 DULL_STEPS = 5  # in a row that teach nothing, then a line says so
@@ -68,6 +69,69 @@ class Run:
     def bar(self, name, total, done):
         return tqdm(total=total, initial=done, unit="step", desc=name, dynamic_ncols=True,
                     disable=not self.processes.main)
+
+
+# ---- its settings --------------------------------------------------------------------------------
+
+GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
+        "scale_advantages": "write scale=std or scale=none",
+        "lora_alpha": "alpha is the rank", "lora_targets": "an adapter sits on all linear layers",
+        "merge": "GPT.from_pretrained(folder, adapter=...).save_pretrained(...) merges",
+        "zero": "lora_rank needs little optimizer state; ZeRO is not here",
+        "sft_max_tokens": "it is max_prompt_tokens + max_new_tokens",
+        "resume_force": "flags given again with --resume win",
+        **dict.fromkeys("warmup_ratio weight_decay adam_beta2 max_bad_updates".split(),
+                        "a constant at the top of train.py"),
+        "timeout_minutes": "a constant of lib/run.py"}
+
+
+def settings(config_class, argv, parts):
+    """The command line -> (settings, what a resumed run does otherwise than before). A run that
+    goes on reads its own config.toml in place of a preset. parts: the defaults of each algo."""
+    words = dict(gone=GONE, aliases={"name": "out=out/{}"}, defaults_of={"algo": parts},
+                 bare={"resume": "yes", "compile": "yes"})
+    c, given = read_config(config_class, argv, **words)
+    own = os.path.join(c.out, "config.toml")
+    if c.resume == "no" or not Output(c.out).has_checkpoint() or not os.path.exists(own):
+        return c, []
+    before, _ = read_config(config_class, [], file=own)
+    now, _ = read_config(config_class, argv, file=own, **words)
+    now = replace(now, out=c.out)
+    changed = [f"{key} is {getattr(now, key)!r}, it was {value!r}"
+               for key, value in asdict(before).items()
+               if key not in ("out", "resume", "overwrite") and getattr(now, key) != value]
+    return now, changed
+
+
+def check(c, processes):
+    """Refuses settings that do not go together. ValueError says why."""
+    if c.overwrite and c.resume != "no":
+        raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "
+                         "with it: give one of the two")
+    if c.lora_rank and c.adapter:
+        raise ValueError(f"lora_rank={c.lora_rank} makes a new adapter, adapter={c.adapter} goes "
+                         "on with an old one: give one of the two")
+    if c.updates_per_rollout > 1 and not c.epsilon:
+        raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
+                         "an epsilon, such as 0.2")
+    taken = {"messages", "add_generation_prompt"} & set(c.template_variables)
+    if taken:
+        raise ValueError(f"template_variables: {min(taken)!r} is given to the template anyway")
+    for name, used in (("prompts_per_step", c.algo != "sft"), ("sft_batch_size", c.sft_steps)):
+        if used and getattr(c, name) % processes:
+            raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {processes} "
+                             f"processes; choose a multiple of {processes}")
+    if not c.sft_steps and (c.algo == "sft" or not c.steps):
+        raise ValueError("sft_steps=0" + (" with algo='sft'" if c.algo == "sft" else " and steps=0")
+                         + ": there is nothing to do")
+
+
+def plan(c, processes):
+    """What the run would need, as text."""
+    with tempfile.TemporaryDirectory() as tiny:
+        if not c.model:
+            make_tiny_model(tiny, c.seed)
+        return report(c, model_config(c.model or tiny), processes)
 
 
 # ---- how it begins -------------------------------------------------------------------------------
@@ -225,6 +289,11 @@ def begin(run, changed):
     introduce(run)
 
 
+    compiles = c.compile == "auto" and run.processes.device.type == "cuda"
+    if c.compile == "yes" or compiles:
+        run.model.compile_steps()
+
+
 def introduce(run):
     c, model = run.c, run.model
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
@@ -343,12 +412,32 @@ def evaluation(run, label, step, model=None):
     return result
 
 
+def before_rl(run):
+    """What stands between the warm-up and RL: the evaluation, the folder sft/, and the reference of
+    GRPO's KL term, the policy as it is now. A resumed run reads them instead."""
+    c = run.c
+    if run.step == c.sft_steps:
+        run.before = run.before or evaluation(run, "before", run.step)
+        if c.sft_steps:
+            save_policy(run, "sft")
+    if c.beta and run.reference is None and run.model.lora:
+        run.reference = {name: p.detach().clone() for name, p in trained(run.model).items()}
+    elif c.beta and run.reference is None:
+        folder = run.output.path("sft") if c.sft_steps else run.model.folder
+        run.reference = GPT.from_pretrained(folder, device=run.processes.device)
+        run.reference.requires_grad_(False)
+
+
 def is_finished(run):
-    """Does the folder hold all steps, and the evaluation behind them?"""
+    """Does the folder hold all steps, and the evaluation behind them? Says so."""
     rows = [row for row, _ in run.output.rows()] if run.output.has_rows() else []
     last = run.c.sft_steps + (run.c.steps if run.c.algo != "sft" else 0)
     done = any(row["step"] == run.step >= last and row.get("label") == "after" for row in rows)
-    return run.processes.gather(done)[0]
+    finished = run.processes.gather(done)[0]
+    if finished:
+        run.say(f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there; "
+                "more steps: --resume --steps=MORE")
+    return finished
 
 
 def finish(run):
