@@ -78,9 +78,11 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
             f"no usable answer; the first: {unusable[0]}")
     turns = [m["content"] for p in problems for m in p.messages or ()]
     if turns:
-        asks = any("<answer>" in turn for turn in turns)
-        say(f"{path}: prompts given as messages are used as they are, without system_prompt" + (
-            "" if asks else "; none asks for <reasoning> and <answer>, for which rewards look"))
+        line = f"{path}: prompts given as messages are used as they are, without system_prompt"
+        if not any("<answer>" in turn for turn in turns):
+            line += ("; none asks for <reasoning> and <answer>, for which the rewards look "
+                     "(--question_field can name a column of plain questions)")
+        say(line)
     return problems
 
 
@@ -186,13 +188,9 @@ def build_prompt(tokenizer, problem, system_prompt=SYSTEM_PROMPT, prompt_style="
     place of both turns. The texts never become control tokens. ValueError for an unknown style,
     "chat" without a template, or what the template refuses.
     """
-    check_choice("prompt_style", prompt_style, ("auto", "chat", "plain"))
-    if prompt_style == "chat" and not tokenizer.has_chat_template:
-        raise ValueError('prompt_style "chat" needs a chat template, and the tokenizer has none; '
-                         'use "plain"')
     if isinstance(problem, str):
         problem = Problem(problem, "")
-    if prompt_style != "plain" and tokenizer.has_chat_template:
+    if not is_plain(tokenizer, prompt_style):
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         messages = problem.messages or [*system, {"role": "user", "content": problem.question}]
         return tokenizer.chat_ids(messages, add_generation_prompt=True, **template_variables or {})
@@ -202,6 +200,15 @@ def build_prompt(tokenizer, problem, system_prompt=SYSTEM_PROMPT, prompt_style="
     elif system_prompt:
         text = f"{system_prompt}\n\nProblem: {text}\nSolution:\n"
     return [*getattr(tokenizer, "bos_ids", ()), *tokenizer.encode(text, allow_special=False)]
+
+
+def is_plain(tokenizer, prompt_style):
+    """Are prompts of this style written without a chat template? ValueError: "chat" without one."""
+    check_choice("prompt_style", prompt_style, ("auto", "chat", "plain"))
+    if prompt_style == "chat" and not tokenizer.has_chat_template:
+        raise ValueError('prompt_style "chat" needs a chat template, and the tokenizer has none; '
+                         'use "plain"')
+    return prompt_style == "plain" or not tokenizer.has_chat_template
 
 
 def encode_prompts(tokenizer, problems, max_prompt_tokens, system_prompt=SYSTEM_PROMPT,

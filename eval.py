@@ -1,32 +1,31 @@
 """
-pass@k and maj@k: n completions of each problem are sampled, graded, written to a JSONL file, and summed up in one table a data set.
+pass@k and maj@k: n completions of each problem are sampled, graded, written to a JSONL file, and
+summed up in one table a data set.
 
     python eval.py --model=out/arithmetic/model --data=arithmetic --n=8 --limit=50
-    python eval.py --model=models/Qwen2.5-3B-Instruct --data=gsm8k,path/to/problems.jsonl --n=64 --k=1,8,16,32,64
-    python eval.py --model=models/Qwen2.5-3B --data=math500 --few_shot=4 --examples=math     # four solved problems before each question
+    python eval.py --model=models/Qwen2.5-3B-Instruct --data=gsm8k,my.jsonl --n=64 --k=1,8,64
     torchrun --nproc_per_node=8 eval.py --model=models/Qwen2.5-3B-Instruct --preset=paper
-    python eval.py --rescore=FILE.jsonl        # grades the completions of an earlier run again, without sampling
+    python eval.py --rescore=FILE.jsonl     # grades the completions of an earlier run again
 
-A killed evaluation goes on where it was when the same command is run again, also with another number of processes.
+The same command goes on where a killed one was, also with another number of processes.
 
-- A completion is right when its extracted answer (the last one it gives) equals the gold answer. The format need not be right for that,
-  unlike in the training reward; how many completions have the right format is a figure of its own.
+- A completion is right when the last answer it gives equals the gold answer. Its format need not
+  be right, unlike in the training reward; the share with the right format is a figure of its own.
 - pass@k is the unbiased estimate from all n completions; maj@k is the majority of the first k.
-- A problem whose prompt is too long is skipped: it counts as wrong for every k, and has no part in the other figures.
-- A figure is the mean over problems of each problem's own mean; the intervals resample problems.
-- The random numbers for problem i come from (seed, i) alone, so what is sampled depends neither on the batch size nor on the number of
-  processes (but for rounding in the model), and the first completions of a larger n are those of a smaller one.
+- A problem whose prompt is too long is skipped: wrong for every k, no part in the other figures.
+- A figure is the mean over problems of each problem's own; the intervals resample problems.
+- The random numbers for problem i come from (seed, i) alone: what is sampled depends neither on
+  the batch size nor on the number of processes (but for rounding in the model), and the first
+  completions of a larger n are those of a smaller one.
 """
-import argparse
-import difflib
-import glob
 import hashlib
+import itertools
 import json
 import math
 import os
-import resource
 import sys
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -34,551 +33,474 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import NAMES, SYSTEM_PROMPT, build_prompt, load_problems
+from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems
+from lib.config import check_ranges, help_text, read_config
+from lib.files import write_whole
+from lib.run import Processes, command, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
-from sample import completion_texts, sample, seeded_uniforms
+from sample import completion_texts, plain_stop, sample, seeded_uniforms
 from tokenizer import Tokenizer
 
-# Published pass@k in percent, by k (arXiv 2508.03772, models trained on MATH). A trained model keeps its shape, not its name: a model is
-# known by (model_type, hidden_size, num_hidden_layers).
-PUBLISHED = {("qwen2", 2048, 36): ("Qwen2.5-3B-Instruct", {"amc23": {"GTPO": {1: 40.0, 8: 75.0, 64: 85.0}, "GRPO": {1: 30.0, 8: 67.5, 64: 87.5}},
-                                                           "aime24": {"GTPO": {64: 30.0}, "GRPO": {64: 16.7}}})}
-SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
-PAPER_N = {"gsm8k": 32, "math": 32, "aime24": 64, "aime25": 64, "amc23": 64}       # n and the largest k in the paper
+# n and the largest k in the paper (arXiv 2508.03772)
+PAPER_N = {"gsm8k": 32, "math": 32, "aime24": 64, "aime25": 64, "amc23": 64}
+# its pass@k in percent for Qwen2.5-3B-Instruct trained on MATH: a model that still has that shape
+PUBLISHED_SHAPE = ["qwen2", 2048, 36]
+PUBLISHED = {
+    "amc23": {"GTPO": {1: 40.0, 8: 75.0, 64: 85.0}, "GRPO": {1: 30.0, 8: 67.5, 64: 87.5}},
+    "aime24": {"GTPO": {64: 30.0}, "GRPO": {64: 16.7}},
+}
 SHARES = ["format", "truncated", "unreadable", "tokens"]
 
-# -----------------------------------------------------------------------------
-# the estimators
-
+# ---- the estimators ------------------------------------------------------------------------------
 
 def pass_at_k(n, c, k):
-    """Chance that at least one of k completions is right, when k are drawn without replacement from n of which c are right:
-    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1). Exact for any n. ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    """Chance that at least one of k completions is right, when k are drawn without replacement
+    from n of which c are right: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1). Exact for any
+    n. ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@{k} of {c} right in {n} completions cannot be estimated: 0 <= c <= n and 1 <= k <= n are needed")
+        raise ValueError(f"pass@{k} of {c} right in {n} completions cannot be estimated: "
+                         "0 <= c <= n and 1 <= k <= n are needed")
     n, c, k = int(n), int(c), int(k)
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
-def answer_classes(answers):
-    """A class number for each answer, in order of first appearance; equal answers share one, however written. None or blank: None."""
-    class_of, firsts, classes = {}, [], []
-    for answer in answers:
-        text = "" if answer is None else str(answer).strip()
-        if text and text not in class_of:                                           # compare each spelling once, not each answer
-            class_of[text] = next((i for i, first in enumerate(firsts) if answers_equal(text, first)), len(firsts))
-            if class_of[text] == len(firsts):
-                firsts.append(text)
-        classes.append(class_of.get(text))
-    return classes
-
-
-def majority(classes):
-    """Position of the winning answer (the first of its class), None when nobody votes. A tie goes to the class seen first."""
-    votes = {}
-    for c in classes:
-        if c is not None:
-            votes[c] = votes.get(c, 0) + 1
-    return classes.index(max(votes, key=votes.get)) if votes else None              # votes keeps the order of first appearance
-
-
 def maj_at_k(answers, gold, k):
-    """1.0 if the majority of the first k answers equals gold, else 0.0. None (no readable answer) casts no vote, equal answers written
-    differently vote together, a tie goes to the answer seen first, no vote is 0.0. ValueError if k < 1 or there are fewer than k."""
+    """1.0 if the majority of the first k answers equals gold, else 0.0. None (no readable answer)
+    casts no vote, equal answers written differently vote together, a tie goes to the answer seen
+    first, no vote is 0.0. ValueError if k < 1 or there are fewer than k."""
     if not 1 <= k <= len(answers):
-        raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to the number of answers")
-    winner = majority(answer_classes(answers[:k]))
-    return float(winner is not None and bool(answers_equal(str(answers[winner]), str(gold))))
+        raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
+    winner = majority(votes_of(answers[:k]))
+    return float(winner is not None and answers_equal(str(answers[winner]), str(gold)))
 
 
-def check_ks(n, ks):
-    """ks in order, without repeats. ValueError if n < 1, or a k is not within 1..n."""
-    wrong = [k for k in ks if not 1 <= k <= n]
-    if n < 1 or wrong or not ks:
-        raise ValueError(f"n={n}, k={','.join(map(str, wrong or ks))}: n must be at least 1, and each k from 1 to n")
-    return sorted(set(ks))
+def votes_of(answers):
+    """For each answer the position of the first one that equals it, however written; None for
+    none. Each spelling is compared once, not each answer."""
+    first, votes = {}, []
+    for i, answer in enumerate(answers):
+        text = "" if answer is None else str(answer).strip()
+        if text and text not in first:
+            first[text] = next((at for known, at in first.items() if answers_equal(text, known)), i)
+        votes.append(first.get(text))
+    return votes
 
-# -----------------------------------------------------------------------------
-# from rows (one dict a completion) to figures
 
+def majority(votes):
+    """The position with the most votes, of a tie the first; None when nobody votes."""
+    cast = [vote for vote in votes if vote is not None]
+    return max(sorted(set(cast)), key=cast.count, default=None)
+
+
+# ---- from rows, one dict a completion, to figures ------------------------------------------------
 
 def verdict(completion, gold):
-    """The graded fields of a row: extracted answer (or None), whether it equals gold, whether the format is right."""
+    """The graded fields of a row: the extracted answer or None, is it right, is the format."""
     answer = extract_answer(completion)
-    return {"answer": answer, "correct": answer is not None and bool(answers_equal(answer, gold)),
+    return {"answer": answer, "correct": answer is not None and answers_equal(answer, gold),
             "formatted": format_reward(completion) >= 10}
 
 
-def by_problem(rows):
-    """{problem index: its rows in order of sample}. A completion that is there twice counts once."""
-    found = {}
-    for row in rows:
-        found.setdefault(row["index"], {}).setdefault(row["sample"], row)
-    return {i: [found[i][j] for j in sorted(found[i])] for i in sorted(found)}
+def row_of(problem, index, sample, prompt, completion, tokens, finish):
+    """A row. prompt: its text, None if skipped; completion: the text that is graded; tokens: its
+    number, the end token included; finish: "stop", "length" (cut off) or "skipped"."""
+    return {"index": index, "sample": sample, "question": problem.question, "gold": problem.answer,
+            "level": problem.level, "subject": problem.subject, "prompt": prompt,
+            "completion": completion, **verdict(completion, problem.answer), "tokens": tokens,
+            "finish": finish}
 
 
-def columns(ks):
-    return [f"pass@{k}" for k in ks] + [f"maj@{k}" for k in ks] + SHARES
-
-
-def problem_stats(rows, ks):
-    """The columns(ks) of one problem. NaN where it cannot say: k larger than its number of rows (missing completions are not made up),
-    shares of a skipped problem."""
+def problem_figures(rows, ks):
+    """{figure: value} of one problem from all its rows; a skipped one has no SHARES."""
     if rows[0]["finish"] == "skipped":
-        return [0.0] * (2 * len(ks)) + [math.nan] * len(SHARES)
-    n, right, classes = len(rows), sum(row["correct"] for row in rows), answer_classes([row["answer"] for row in rows])
-    winners = [majority(classes[:k]) for k in ks]
-    passed = [pass_at_k(n, right, k) if k <= n else math.nan for k in ks]
-    voted = [float(w is not None and rows[w]["correct"]) if k <= n else math.nan for k, w in zip(ks, winners)]
-    sums = [sum(row["formatted"] for row in rows), sum(row["finish"] == "length" for row in rows), classes.count(None),
-            sum(row["tokens"] for row in rows)]
-    return passed + voted + [x / n for x in sums]
+        return {f"{kind}@{k}": 0.0 for kind in ("pass", "maj") for k in ks}
+    n, right = len(rows), sum(row["correct"] for row in rows)
+    votes = votes_of([row["answer"] for row in rows])
+    figures = {f"pass@{k}": pass_at_k(n, right, k) for k in ks}
+    for k in ks:
+        winner = majority(votes[:k])
+        figures[f"maj@{k}"] = float(winner is not None and rows[winner]["correct"])
+    figures["format"] = sum(row["formatted"] for row in rows) / n
+    figures["truncated"] = sum(row["finish"] == "length" for row in rows) / n
+    figures["unreadable"] = votes.count(None) / n
+    figures["tokens"] = sum(row["tokens"] for row in rows) / n
+    return figures
 
 
-def mean(values):
-    """Mean without the NaNs; NaN when nothing else is there."""
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else math.nan
+def mean(problems, name):
+    """The mean of a figure over the problems that have it; nan if none has."""
+    values = [figures[name] for figures in problems if name in figures]
+    return float(np.mean(values)) if values else math.nan
 
 
-def bootstrap(values, seed=0):
-    """95 % percentile interval (low, high) of mean(values), from 1000 resamples of the problems. Equal values give a width of 0."""
-    values, rng = values[~np.isnan(values)], np.random.default_rng(seed)
-    if not values.size:
-        return math.nan, math.nan
-    means = [values[rng.integers(values.size, size=(100, values.size))].mean(1) for _ in range(10)]
-    return tuple(float(x) for x in np.percentile(np.concatenate(means), (2.5, 97.5)))
-
-# -----------------------------------------------------------------------------
-# sampling
+def bootstrap(problems, name):
+    """95 % percentile interval (low, high) of that mean, from 1000 resamples of the problems."""
+    values = np.array([figures[name] for figures in problems if name in figures])
+    rng = np.random.default_rng(0)
+    means = [values[rng.integers(values.size, size=values.size)].mean() for _ in range(1000)]
+    return tuple(float(x) for x in np.percentile(means, (2.5, 97.5)))
 
 
-@torch.no_grad()
-def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, temperature=1.0, top_p=1.0, system_prompt=SYSTEM_PROMPT,
-             prompt_style="auto", max_prompt_tokens=None, seed=0, batch_prompts=None, rank=0, world_size=1, progress=True,
-             on_rows=None, earlier=(), examples=()):
-    """Samples n completions of each problem and grades them. Returns a dict:
+# ---- sampling ------------------------------------------------------------------------------------
 
-    problems, skipped, completions  counts; skipped: the prompt is too long, which counts as wrong
-    pass@K, maj@K                   0 to 1, for each K of ks
-    format, truncated, unreadable   share of completions in the right format, without end token, without readable answer
-    tokens                          mean length of a completion, end token included
-    seconds, sampled_tokens         time of this call, and the tokens that all processes sampled in it
-    rows                            this process's rows: index, sample, question, gold, level and subject (if known), prompt (None:
-                                    skipped), completion (without end token), answer, correct, formatted, tokens, finish ("stop", "length", "skipped")
+def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1.0, top_p=1.0,
+                    system_prompt=SYSTEM_PROMPT, prompt_style="auto", template_variables=None,
+                    max_prompt_tokens=4000, seed=0, batch_prompts=0, done=(), rank=0,
+                    world_size=1):
+    """Yields the rows of one problem after the other, but for those whose index is in `done`: n
+    rows, or a single one when the prompt has more than max_prompt_tokens tokens or leaves no room
+    in the model's window. batch_prompts prompts are sampled at a time (0: about 128 completions).
+    With world_size > 1 each process calls this with its rank, in the default process group,
+    samples its share of every batch and is given the rows of all."""
+    window, prompts = model.config.max_position_embeddings, {}
+    if max_new_tokens >= window:
+        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the "
+                         f"model's {window} tokens")
+    room = min(max_prompt_tokens, window - max_new_tokens)
+    for i, problem in enumerate(problems):
+        if i not in done:
+            fits, _ = encode_prompts(tokenizer, [problem], room, system_prompt, prompt_style,
+                                     template_variables)
+            if fits:
+                prompts[i] = fits[0][1]
+            else:
+                yield [row_of(problem, i, 0, None, "", 0, "skipped")]
 
-    A prompt may have max_prompt_tokens tokens (None: any), and at most the model's window less max_new_tokens; `examples`, solved problems,
-    stand in each. batch_prompts prompts are sampled at a time (None: about 128 completions). With world_size > 1 each process calls this
-    with its rank, in the default process group; each problem is sampled by one of them, and all get the same figures. on_rows(rows) gets the
-    rows of each problem when they are there. `earlier`: rows of an earlier call, the same on every process; their problems are counted but
-    not sampled. The model's mode and all global random states stay as they were. ValueError for settings that make no sense.
-    """
-    start, ks, window = time.time(), check_ks(n, ks), model.config.max_position_embeddings
-    if not len(problems):
-        raise ValueError("there are no problems to evaluate on")
-    if max_new_tokens < 1 or max_new_tokens >= window:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1 and leave room for a prompt in the model's {window} tokens")
-    if min(batch_prompts or 1, max_prompt_tokens or 1) < 1 or 0 in (batch_prompts, max_prompt_tokens):
-        raise ValueError(f"batch_prompts={batch_prompts}, max_prompt_tokens={max_prompt_tokens}: each must be at least 1")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature}, top_p={top_p}: temperature must be at least 0, and top_p above 0 and at most 1")
-    if temperature == 0 and n > 1:
-        raise ValueError(f"temperature 0 gives the same completion {n} times: take n=1, or a temperature above 0")
-    room = min(window - max_new_tokens, max_prompt_tokens or window)
-    done, rows = by_problem(earlier), []
-    stats = torch.zeros(len(problems), len(columns(ks)), dtype=torch.float64)       # (problems, columns), each row filled by one process
-    counts = torch.zeros(3, dtype=torch.float64)                                    # skipped, completions, tokens sampled now
+    plain = is_plain(tokenizer, prompt_style)
+    stop = plain_stop(tokenizer) if plain else None
+    order = sorted(prompts, key=lambda i: -len(prompts[i]))  # alike lengths side by side
+    size = (batch_prompts or max(1, 128 // n)) * world_size
+    for at in tqdm(range(0, len(order), size), "evaluate", leave=False, disable=rank > 0 or None):
+        groups, mine = [], order[at:at + size][rank::world_size]
+        if mine:
+            ids = [prompts[i] for i in mine]
+            noise = [seeded_uniforms(("eval", seed, i), n, max_new_tokens) for i in mine]
+            out = sample(model, ids, n, max_new_tokens, temperature=temperature, top_p=top_p,
+                         eos_ids=tokenizer.eos_ids, noise=torch.stack(noise), stop=stop)
+            texts = completion_texts(tokenizer, out, ids, plain)
+            lengths, ended = out.mask.sum(-1).tolist(), out.finished.tolist()
+            groups = [[row_of(problems[i], i, j, tokenizer.decode(ids[p]), texts[p][j],
+                              lengths[p][j], "stop" if ended[p][j] else "length")
+                       for j in range(n)] for p, i in enumerate(mine)]
+        shares = [groups] * world_size
+        if world_size > 1:
+            dist.all_gather_object(shares, groups)
+        yield from itertools.chain(*shares)
 
-    def row(i, j, completion, tokens, finish):
-        p = problems[i]
-        known = {key: value for key, value in (("level", p.level), ("subject", p.subject)) if value is not None}
-        return {"index": i, "sample": j, "question": p.question, "gold": p.answer, **known, "prompt": texts_of.get(i), "completion": completion,
-                **verdict(completion, p.answer), "tokens": tokens, "finish": finish}
 
-    def take(i, its_rows, new=True):
-        stats[i] = torch.tensor(problem_stats(its_rows, ks), dtype=torch.float64)
-        skipped = its_rows[0]["finish"] == "skipped"
-        counts.add_(torch.tensor([skipped, 0 if skipped else len(its_rows), sum(r["tokens"] for r in its_rows) if new else 0]))
-        rows.extend(its_rows)
-        if new and on_rows:
-            on_rows(its_rows)
-
-    # a question of over 64 characters per allowed token is skipped unread: an absurd row must not hang the tokenizer
-    prompts = {i: build_prompt(tokenizer, p.question, system_prompt, prompt_style, examples)
-               for i, p in enumerate(problems) if i not in done and len(p.question) <= 64 * room}
-    fits = sorted((i for i in prompts if len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))     # alike lengths side by side
-    mine, size = fits[rank::world_size], batch_prompts or max(1, 128 // n)
-    texts_of = {i: tokenizer.decode(prompts[i]) for i in mine}
-    if rank == 0:
-        for i in done:
-            take(i, done[i], new=False)
-        for i in sorted(set(range(len(problems))) - set(done) - set(fits)):
-            take(i, [row(i, 0, "", 0, "skipped")])
-
-    was_training = model.training
+def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
+    """Samples n completions of each problem (settings: of sample_problems) and returns their
+    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, the shares that are
+    in the right format, truncated, unreadable (no answer), the mean tokens of a completion, and
+    seconds. The model's mode and all global random states stay as they were."""
+    start, training, found = time.time(), model.training, {}
     model.eval()
     try:
-        with tqdm(total=len(mine), desc="evaluate", unit="problem", disable=not progress or rank != 0, leave=False) as bar:
-            for batch in (mine[at:at + size] for at in range(0, len(mine), size)):
-                noise = torch.stack([seeded_uniforms(("eval", seed, i), n, max_new_tokens) for i in batch])          # (P, G, L)
-                out = sample(model, [prompts[i] for i in batch], n, max_new_tokens, temperature=temperature, top_p=top_p,
-                             eos_ids=tokenizer.eos_ids, noise=noise)
-                texts, lengths, ended = completion_texts(tokenizer, out), out.mask.sum(-1).tolist(), out.finished.tolist()
-                for p, i in enumerate(batch):
-                    take(i, [row(i, j, text, length, "stop" if end else "length")
-                             for j, (text, length, end) in enumerate(zip(texts[p], lengths[p], ended[p]))])
-                bar.update(len(batch))
+        for rows in sample_problems(model, tokenizer, problems, n, max_new_tokens, **settings):
+            found[rows[0]["index"]] = problem_figures(rows, ks)
     finally:
-        model.train(was_training)
-
-    if world_size > 1:
-        device = next(model.parameters()).device if dist.get_backend() == "nccl" else "cpu"
-        for total in (stats, counts):
-            shared = total.to(device)
-            dist.all_reduce(shared)
-            total.copy_(shared)
-    figures = {name: mean(column) for name, column in zip(columns(ks), stats.numpy().T)}
-    skipped, completions, sampled = (int(x) for x in counts)
-    return {"problems": len(problems), "skipped": skipped, "completions": completions, **figures,
-            "seconds": time.time() - start, "sampled_tokens": sampled, "rows": rows}
-
-# -----------------------------------------------------------------------------
-# the file of completions: a header line with the settings, then one row a line. Process r > 0 writes to FILE.rankR.
-
-FIELDS = {"data": str, "index": int, "sample": int, "gold": str, "completion": str, "answer": (str, type(None)), "correct": bool,
-          "formatted": bool, "tokens": int, "finish": str}
+        model.train(training)
+    figures = [found[i] for i in sorted(found)]  # added up in one order, whoever sampled
+    names = [f"{kind}@{k}" for kind in ("pass", "maj") for k in ks] + SHARES
+    return {"problems": len(figures), "skipped": sum("tokens" not in one for one in figures),
+            **{name: mean(figures, name) for name in names}, "seconds": time.time() - start}
 
 
-def check_line(line, number):
-    """The dict of one line of the file (number 1 is the header), or ValueError."""
+# ---- the results file: a header line with the settings, then one row a line ----------------------
+
+HEADER = {"model": str, "settings": dict}
+FIELDS = {"data": str, "index": int, "sample": int, "gold": str, "completion": str,
+          "answer": str | None, "correct": bool, "formatted": bool, "tokens": int, "finish": str}
+
+
+def parse_line(line, fields):
+    """The dict of one line, ValueError unless it has these fields (errors of JSON are, too)."""
     row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
-    if number == 1:
-        try:
-            if all(check_ks(spec["n"], row["k"][name]) and spec["problems"] > 0 for name, spec in row["settings"]["data"].items()):
-                return {**row, "model": str(row["model"])}
-        except (KeyError, TypeError, AttributeError):
-            pass
-        raise ValueError("not the header of an evaluation")
-    for field, kind in FIELDS.items():
-        if field not in row or not isinstance(row[field], kind):
-            raise ValueError(f"field {field!r} is missing or of the wrong type")
+    for name, kind in fields.items():
+        if not isinstance(row, dict) or not isinstance(row.get(name, fields), kind):
+            raise ValueError(f"field {name!r} is missing or of the wrong type")
     return row
 
 
 def read_results(path):
-    """(header, rows) of a results file; (None, []) for an empty one. A last line that a kill has cut off is dropped; any other line that is
-    not ours is a ValueError naming file:line."""
+    """(header, {(data set, index): its rows}) of a results file, in order, with the problems of
+    which all completions are there; (None, {}) for an empty file. A last line that a kill has cut
+    off is dropped; any other line that is not ours is a ValueError naming file:line."""
     with open(path, "rb") as f:
-        lines = f.read().split(b"\n")
-    rows = []
+        *lines, torn = f.read().split(b"\n")
+    if torn and not lines and not torn.startswith(b'{"model": '):
+        lines = [torn]
+    header, found, complete = None, {}, {}
     for number, line in enumerate(lines, 1):
-        last = number == len(lines)                                                 # what follows the last newline
-        if last and not line:
-            break
         try:
-            row = check_line(line, number)
-            if number > 1 and row["data"] not in rows[0]["settings"]["data"]:
+            row = parse_line(line, FIELDS if header else HEADER)
+            if header is None:
+                header, sets = row, row["settings"]["data"]
+                continue
+            if row["data"] not in sets:
                 raise ValueError(f"data {row['data']!r} is not in the header")
-            rows.append(row)
-        except ValueError as e:                                                     # that json and unicode errors are, too
-            if last and (number > 1 or line.startswith(b'{"model": ')):
-                break
-            raise ValueError(f"{path}:{number}: {e}; mend or remove the line, or take another file") from None
-    return (rows[0], rows[1:]) if rows else (None, [])
+            found.setdefault((row["data"], row["index"]), {})[row["sample"]] = row
+        except ValueError as e:
+            raise ValueError(f"{path}:{number}: {e}; mend or remove the line, or take another "
+                             "file") from None
+    for name, index in sorted(found):
+        samples = found[name, index]
+        rows = [samples[j] for j in sorted(samples)]
+        if len(rows) == sets[name]["n"] or rows[0]["finish"] == "skipped":
+            complete[name, index] = rows
+    return header, complete
 
 
-def merge(path, header):
-    """Puts the complete problems of path and path.rank* into path, in order and in one atomic step; the others will be sampled again.
-    ValueError when one of the files has other settings."""
-    data, found = header["settings"]["data"], []
-    parts = glob.glob(glob.escape(path) + ".rank*")
-    for part in [path] * os.path.exists(path) + sorted(parts):
-        old, rows = read_results(part)
-        there, now = old["settings"] if old else header["settings"], header["settings"]
-        differ = [f"{key} is {there.get(key)!r} there, {now.get(key)!r} now" for key in {**there, **now} if there.get(key) != now.get(key)]
-        if rows and differ:
-            raise ValueError(f"{part} has other settings: {'; '.join(differ)}. Take another --out, or --overwrite to start again")
-        found += rows
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write(json.dumps(header) + "\n")
-        for name in data:
-            for group in by_problem(row for row in found if row["data"] == name).values():
-                if len(group) == data[name]["n"] or group[0]["finish"] == "skipped":
-                    f.writelines(json.dumps(row) + "\n" for row in group)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
-    for part in parts:
-        os.remove(part)
+def tidy(path, header):
+    """Writes the results file anew, in order and without what a kill has cut off, and returns its
+    {(data set, index): rows}. ValueError if it has other settings than header."""
+    old, found = read_results(path) if os.path.exists(path) else (None, {})
+    now, then = header["settings"], (old or header)["settings"]
+    differ = [f"{key} is {then.get(key)!r} there, {now[key]!r} now"
+              for key in now if then.get(key) != now[key]]
+    if differ:
+        raise ValueError(f"{path} has other settings: {'; '.join(differ)}. Take another --out, or "
+                         "--overwrite to start again")
+    lines = [header, *itertools.chain(*found.values())]
+    write_whole(path, lambda f: f.writelines(json.dumps(line) + "\n" for line in lines))
+    return found
 
 
-def fingerprint(model):
-    """A hash that tells one model from another: its config.json, and every 997th number of each tensor."""
-    digest = hashlib.sha256(json.dumps(model.config.raw, sort_keys=True).encode())
-    for parameter in model.parameters():
-        digest.update(parameter.detach().flatten()[::997].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-# -----------------------------------------------------------------------------
-# the tables
-
+# ---- the table -----------------------------------------------------------------------------------
 
 def benchmark(name):
-    """The benchmark that a --data entry names, or that its path contains; else the entry itself."""
+    """The benchmark that an entry of --data names, or that its path contains; else the entry."""
     parts = [part.split(".")[0] for part in reversed(os.path.normpath(name).split(os.sep))]
     return next((part for part in parts if part in PAPER_N), name)
 
 
-def print_table(name, rows, header, ks):
-    """Prints the figures of one data set from its rows."""
-    spec, groups = header["settings"]["data"][name], list(by_problem(rows).values())
-    if not groups:
-        return print(f"\n{name}: none of its {spec['problems']} problems is there")
-    stats = dict(zip(columns(ks), np.array([problem_stats(group, ks) for group in groups]).T))      # column -> (problems,)
-    n, sampled = spec["n"], [group for group in groups if group[0]["finish"] != "skipped"]
-    short = [len(group) for group in sampled if len(group) < n]
-
-    def line(first, *cells):
-        print(f"  {first:<23}" + "".join(f"{cell:<21}" for cell in cells).rstrip())
-
-    def figure(column, which=slice(None)):
-        values = (stats[column] * (1 if column == "tokens" else 100))[which]
-        return "n/a" if np.isnan(values).all() else "{:.1f} [{:.1f}, {:.1f}]".format(mean(values), *bootstrap(values))
-
-    print(f"\n{name}: {len(groups)} problems, {n} completions each; percent, 95 % bootstrap interval over problems")
-    if len(groups) < spec["problems"]:
-        print(f"  only {len(groups)} of {spec['problems']} problems are there")
-    if len(sampled) < len(groups):
-        print(f"  problems skipped: {len(groups) - len(sampled)}, their prompt is too long; they count as wrong")
-    if short:
-        print(f"  completions missing: {len(short) * n - sum(short)}, from {len(short)} of the problems; each of these counts with those "
-              "it has, and has no part where k is larger")
-    line("", *(f"k={k}" for k in ks))
-    line("pass@k", *(figure(f"pass@{k}") for k in ks))
-    published, figures = PUBLISHED.get(tuple(header.get("shape", ())), ("", {}))
-    for method, known in figures.get(benchmark(name), {}).items():
-        line(f"paper, {method}", *(known.get(k, "-") for k in ks))
-    line("maj@k", *(figure(f"maj@{k}") for k in ks))
-    if benchmark(name) in figures:
-        print(f"  paper: pass@k of {published} trained on MATH, arXiv 2508.03772")
-    line("", *SHARES)
-    line("completions", *(figure(column) for column in SHARES))
-    if mean(stats["truncated"]) > 0.5:
-        print(f"  more than half of the completions were cut off: max_new_tokens={header['settings'].get('max_new_tokens')} is too few")
-    shown = [f"pass@{ks[0]}", f"pass@{ks[-1]}", f"maj@{ks[-1]}"]
-    for field in ("level", "subject"):
-        values = [group[0].get(field) for group in groups]
-        if len(set(values)) > 1:
-            line(field, "problems", *shown)
-            for value in sorted(set(values) - {None}, key=str):
-                which = np.array([v == value for v in values])
-                line(str(value)[:22], int(which.sum()), *(figure(column, which) for column in shown))
+def print_line(first, cells):
+    print(f"  {first:<23}" + "".join(f"{cell:<21}" for cell in cells).rstrip())
 
 
-def rescore(path, ks):
-    """Grades the rows of a results file again; prints each verdict that changes, and the tables. Nothing is written."""
-    header, rows = read_results(path)
+def figure(problems, name):
+    """Mean and interval as text, in percent, but for the tokens."""
+    values = mean(problems, name), *bootstrap(problems, name)
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(x * (1 if name == "tokens" else 100) for x in values))
+
+
+def print_tables(header, found, k):
+    """The figures of each data set, of the problems that are found there. k: as in --k"""
+    for name, spec in header["settings"]["data"].items():
+        groups = [rows for (data, index), rows in found.items() if data == name]
+        print(f"\n{name}: {len(groups)} of {spec['problems']} problems, {spec['n']} completions "
+              "each; percent, 95 % bootstrap interval over problems")
+        if groups:
+            print_table(name, header, groups, ks_of(k, spec["n"]))
+
+
+def print_table(name, header, groups, ks):
+    """groups: the rows of each problem."""
+    problems = [problem_figures(rows, ks) for rows in groups]
+    print_line("", [f"k={k}" for k in ks])
+    print_line("pass@k", [figure(problems, f"pass@{k}") for k in ks])
+    if header.get("shape") == PUBLISHED_SHAPE:
+        for method, known in PUBLISHED.get(benchmark(name), {}).items():
+            print_line(f"paper, {method}", [known.get(k, "-") for k in ks])
+    print_line("maj@k", [figure(problems, f"maj@{k}") for k in ks])
+
+    skipped = sum("tokens" not in figures for figures in problems)
+    if skipped:
+        print(f"  problems skipped: {skipped}, their prompt is too long; they count as wrong")
+    if skipped < len(problems):
+        print_line("", SHARES)
+        print_line("completions", [figure(problems, share) for share in SHARES])
+    if mean(problems, "truncated") > 0.5:
+        print("  more than half of the completions were cut off: max_new_tokens="
+              f"{header['settings']['max_new_tokens']} is too few")
+    for kind in ("level", "subject"):
+        print_parts(kind, [rows[0].get(kind) for rows in groups], problems, ks)
+
+
+def print_parts(kind, values, problems, ks):
+    """The figures by level or subject, values: that of each problem, where there are several."""
+    if len(set(values)) > 1:
+        shown = [f"pass@{ks[0]}", f"pass@{ks[-1]}", f"maj@{ks[-1]}"]
+        print_line(kind, ["problems", *shown])
+        for value in sorted(set(values) - {None}):
+            own = [figures for figures, its in zip(problems, values) if its == value]
+            print_line(str(value)[:22], [len(own), *(figure(own, name) for name in shown)])
+
+
+def rescore(path, k):
+    """Grades the rows of a results file again; prints each verdict that changes, and the tables.
+    Nothing is written."""
+    header, found = read_results(path)
     if header is None:
         raise ValueError(f"{path} is empty: there is nothing to grade")
-    changed, name_of = [], {True: "right", False: "wrong"}
+    rows = list(itertools.chain(*found.values()))
     for row in rows:
-        old = {key: row[key] for key in ("answer", "correct", "formatted")}
+        old = row["answer"], row["correct"]
         row.update(verdict(row["completion"], row["gold"]))
-        if any(row[key] != old[key] for key in old):
-            changed.append((old, row))
-    verdicts = [(old, row) for old, row in changed if old["correct"] != row["correct"]]
-    print(f"{path}: {len(rows)} rows graded again, {len(verdicts)} verdicts changed, "
-          f"{len(changed) - len(verdicts)} more rows changed in answer or format only")
-    for old, row in verdicts[:20]:
-        print(f"  {row['data']} problem {row['index']} sample {row['sample']}: {name_of[old['correct']]} -> {name_of[row['correct']]}, "
-              f"answer {old['answer']!r:.50} -> {row['answer']!r:.50}, gold {row['gold']!r:.50}")
-    if len(verdicts) > 20:
-        print(f"  and {len(verdicts) - 20} more")
-    for name, spec in header["settings"]["data"].items():
-        print_table(name, [row for row in rows if row["data"] == name], header, check_ks(spec["n"], ks or header["k"][name]))
-
-# -----------------------------------------------------------------------------
-# the command
+        if row["correct"] != old[1]:
+            print(f"{row['data']} problem {row['index']} sample {row['sample']}: "
+                  f"{old[0]!r:.50} was {'right' if old[1] else 'wrong'}, {row['answer']!r:.50} is "
+                  f"{'right' if row['correct'] else 'wrong'}, gold {row['gold']!r:.50}")
+    print(f"{path}: {len(rows)} rows graded again")
+    print_tables(header, found, k)
 
 
-def numbers(text):
-    """1,8,64 -> [1, 8, 64]"""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,8,64") from None
+# ---- the command ---------------------------------------------------------------------------------
+
+@dataclass
+class EvalConfig:
+    # settings, as flags or in a TOML file that is given first
+    model: str = ""  # model folder: config.json, weights, tokenizer files
+    adapter: str = ""  # folder of a LoRA adapter for it
+    data: str = ""  # problem sets, names or paths, separated by commas
+    split: str = "test"  # of a set given by name
+    question_field: str = ""  # name of the question in the rows of a file; empty: found
+    answer_field: str = ""  # name of the answer in the rows of a file; empty: found
+    preset: str = ""  # paper: its five sets unless data is given, n 32, on AIME and AMC 64
+    n: int = 0  # completions a problem, 0: 8; torchrun takes --n for its own, write --samples there
+    k: str = ""  # for pass@k and maj@k, such as 1,8,64; empty: powers of two up to n, and n
+    limit: int = 0  # only the first problems of each set; 0: all
+    temperature: float = 1.0  # 0 is greedy, with n=1
+    top_p: float = 1.0  # 1: the whole distribution
+    max_new_tokens: int = 0  # longest completion; 0: 1500, or half of a smaller model's window
+    max_prompt_tokens: int = 4000  # a longer prompt is skipped, which counts as wrong
+    system_prompt: str = "default"  # default: that of data.py, as in training; empty: none
+    prompt_style: str = "auto"  # chat (the tokenizer's template), plain; auto: chat if there is one
+    template_variables: dict = field(default_factory=dict)  # for the chat template
+    seed: int = 0  # of the random numbers
+    batch_prompts: int = 0  # prompts sampled at a time by a process; 0: 128 / n
+    device: str = "auto"  # cpu, cuda; auto: cuda if there is one
+    dtype: str = "auto"  # of the weights: float32, bfloat16, float16; auto: bfloat16 on such a GPU
+    out: str = ""  # file for the completions; empty: out/eval/MODEL-HASH.jsonl, of the settings
+    overwrite: bool = False  # start again where that file exists
+    rescore: str = ""  # a file whose completions are graded again; nothing is sampled or written
+
+
+CHOICES = {"preset": ("", "paper"), "split": ("train", "test"),
+           "prompt_style": ("auto", "chat", "plain"), "device": ("auto", "cpu", "cuda"),
+           "dtype": ("auto", "float32", "bfloat16", "float16")}
+RANGES = {"n": ">= 0", "limit": ">= 0", "temperature": ">= 0", "top_p": "> 0 and <= 1",
+          "max_new_tokens": ">= 0", "max_prompt_tokens": ">= 1", "batch_prompts": ">= 0"}
+GONE = dict.fromkeys(("few_shot", "examples"), "write solved examples into --system_prompt")
+# what decides about the completions, beside model and problems
+SAMPLING = ("temperature", "top_p", "max_new_tokens", "max_prompt_tokens", "system_prompt",
+            "prompt_style", "template_variables", "seed")
 
 
 def parse(argv):
-    """The flags. ValueError for wrong usage, naming the nearest flag where one does not exist."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def wrong(message):
-        raise ValueError(f"{message} (--help lists the flags)")
-    p.error = wrong
-    p.add_argument("--model", help="model folder: config.json, weights, tokenizer files")
-    p.add_argument("--adapter", help="folder of a LoRA adapter for it")
-    p.add_argument("--data", help="problem sets, names or paths, separated by commas")
-    p.add_argument("--split", default="test", help="of a set given by name (default: test)")
-    p.add_argument("--preset", choices=["paper"], help="the paper's five sets unless --data is given; n and k to 32, on AIME and AMC to 64")
-    p.add_argument("--n", "--samples", type=int, help="completions a problem (default: 8); under torchrun write --samples, "
-                   "which may take --n for one of its own flags")
-    p.add_argument("--k", type=numbers, help="for pass@k and maj@k, such as 1,8,64 (default: powers of two up to n, and n)")
-    p.add_argument("--limit", type=int, help="only the first LIMIT problems of each set")
-    p.add_argument("--temperature", type=float, default=1.0, help="default: 1; 0 is greedy, with n=1")
-    p.add_argument("--top_p", type=float, default=1.0, help="default: 1, the whole distribution")
-    p.add_argument("--max_new_tokens", type=int, help="longest completion (default: 1500, or half of the model's window if that is less)")
-    p.add_argument("--max_prompt_tokens", type=int, default=4000, help="a longer prompt is skipped, which counts as wrong (default: 4000)")
-    p.add_argument("--system_prompt", default=SYSTEM_PROMPT, help="default: the one of training")
-    p.add_argument("--prompt_style", default="auto", choices=["auto", "chat", "plain"], help="default: auto, chat if there is a template")
-    p.add_argument("--few_shot", type=int, default=0, metavar="N", help="solved examples before each question (default: 0)")
-    p.add_argument("--examples", help="set, or file with solutions, to take them from (default: the train split of the set itself)")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--batch_prompts", type=int, help="prompts sampled at a time by a process, n completions each (default: 128 / n)")
-    p.add_argument("--device", help="default: cuda if there is one, else cpu")
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: bfloat16 on cuda, else float32)")
-    p.add_argument("--out", help="file for the completions (default: out/eval/MODEL-HASH.jsonl, HASH being that of the settings)")
-    p.add_argument("--overwrite", action="store_true", help="start again where --out exists")
-    p.add_argument("--rescore", metavar="FILE", help="grade the completions of FILE again; nothing is sampled or written")
-    args, unknown = p.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], [o for action in p._actions for o in action.option_strings], n=1)
-        wrong(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-    args.data = args.data or (",".join(PAPER_N) if args.preset else None)
-    if not args.rescore and not (args.model and args.data):
-        wrong("give --model and --data (or --preset=paper), or --rescore")
-    if args.data and not all(args.data.split(",")):
-        wrong(f"--data={args.data}: an empty name")
-    if args.few_shot < 0 or args.examples and not args.few_shot:
-        wrong(f"--few_shot={args.few_shot}: it must be at least 0, and at least 1 with --examples")
-    if args.limit is not None and args.limit < 1:
-        wrong(f"--limit={args.limit} is less than 1")
-    return args
+    """The settings of a command line. ValueError for wrong usage."""
+    c, _ = read_config(EvalConfig, argv, gone=GONE, aliases={"samples": "n={}"})
+    check_ranges(c, CHOICES, RANGES)
+    c.data = c.data or (",".join(PAPER_N) if c.preset else "")
+    if not c.rescore and not (c.model and all(c.data.split(","))):
+        raise ValueError("give --model and --data=NAME,NAME (or --preset=paper), or --rescore")
+    if c.temperature == 0 and c.n != 1:
+        raise ValueError("temperature 0 gives the same completion every time: add --n=1")
+    if c.system_prompt == "default":
+        c.system_prompt = SYSTEM_PROMPT
+    return c
 
 
-def few_shot(args, name, problems):
-    """The first --few_shot problems with a solution, of --examples or of the train split of the set, none of which is asked."""
-    if not args.few_shot:
-        return []
-    if not args.examples and name not in NAMES:
-        raise ValueError(f"--few_shot={args.few_shot}: {name} is a file; say with --examples=FILE where the solved examples are")
-    asked, source = {p.question for p in problems}, args.examples or name
-    found = [p for p in load_problems(source, split="train") if p.solution and p.question not in asked][:args.few_shot]
-    if len(found) < args.few_shot:
-        raise ValueError(f"--few_shot={args.few_shot}: {source} has only {len(found)} problems with a solution that are not asked in {name}")
-    return found
-
-
-def run(args, rank, world_size, device):
-    """Samples what is not in the file yet, writes it there as it comes, and prints the tables."""
-    plan = {}                                                                       # name -> (n, ks)
-    for name in args.data.split(","):
-        n = args.n if args.n is not None else PAPER_N.get(benchmark(name), 32) if args.preset else 8
-        plan[name] = n, check_ks(n, args.k or [2**e for e in range(n.bit_length())] + [n])
-    sets = {name: load_problems(name, split=args.split)[:args.limit] for name in plan}
-    shots = {name: few_shot(args, name, problems) for name, problems in sets.items()}
-    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model = GPT.from_pretrained(args.model, adapter=args.adapter, dtype=getattr(torch, dtype), device=device)
-    tokenizer = Tokenizer.from_pretrained(args.model)
-    if args.max_new_tokens is None:
-        args.max_new_tokens = min(1500, model.config.max_position_embeddings // 2)
-
-    settings = {"weights": fingerprint(model), "dtype": dtype}
-    for key in ("split", "temperature", "top_p", "max_new_tokens", "max_prompt_tokens", "system_prompt", "prompt_style", "seed"):
-        settings[key] = getattr(args, key)
-    if args.few_shot:
-        settings.update(few_shot=args.few_shot, examples=args.examples)
-    settings["data"] = {}
-    for name, problems in sets.items():
-        first = build_prompt(tokenizer, "1+1?", args.system_prompt, args.prompt_style, shots[name])   # tells tokenizers, templates, examples apart
-        digest = hashlib.sha256(json.dumps([first, [[p.question, p.answer] for p in problems]]).encode()).hexdigest()[:16]
-        settings["data"][name] = {"n": plan[name][0], "problems": len(problems), "hash": digest}
-    header = {"model": args.model, "adapter": args.adapter, "shape": [model.config.raw.get(key) for key in SHAPE],
-              "k": {name: ks for name, (n, ks) in plan.items()}, "settings": settings}
-    label = "-".join(os.path.abspath(args.model).split(os.sep)[-2:])
-    path = args.out or os.path.join("out", "eval", f"{label}-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]}.jsonl")
-
-    if rank == 0:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        for old in [path] + glob.glob(glob.escape(path) + ".rank*") if args.overwrite else ():
-            if os.path.exists(old):
-                os.remove(old)
-        merge(path, header)
-    if world_size > 1:
-        dist.barrier()
-    earlier = read_results(path)[1]
-    if rank == 0:
-        print(f"{args.model}: temperature {args.temperature:g}, top_p {args.top_p:g}, up to {args.max_new_tokens} new tokens, {dtype} on "
-              f"{device}; completions go to {path}" + (f", which has {len(earlier)} already" if earlier else ""), flush=True)
-    sampled = seconds = 0
-    with open(path if rank == 0 else f"{path}.rank{rank}", "a" if rank == 0 else "w", encoding="utf-8") as f:
-        if rank > 0:
-            f.write(json.dumps(header) + "\n")
-        for name, (n, ks) in plan.items():
-            def write(rows):
-                f.write("".join(json.dumps({"data": name, **row}) + "\n" for row in rows))
-                f.flush()
-            result = evaluate(model, tokenizer, sets[name], n, ks, args.max_new_tokens, args.temperature, args.top_p, args.system_prompt,
-                              args.prompt_style, args.max_prompt_tokens, args.seed, args.batch_prompts, rank, world_size, on_rows=write,
-                              earlier=[row for row in earlier if row["data"] == name], examples=shots[name])
-            sampled, seconds = sampled + result["sampled_tokens"], seconds + result["seconds"]
-    if world_size > 1:
-        dist.barrier()                                                              # the other processes' files are closed
-    if rank == 0:
-        merge(path, header)
-        rows = read_results(path)[1]
-        for name, (n, ks) in plan.items():
-            print_table(name, [row for row in rows if row["data"] == name], header, ks)
-        print(f"\n{sampled} tokens in {seconds:.1f} s, {sampled / max(seconds, 1e-9):.0f} tokens/s; {peak_memory(device)}; see {path}")
-
-
-def peak_memory(device):
-    """The most memory this process has held: of the GPU, or on a CPU all of it."""
-    if device.type == "cuda":
-        return f"peak GPU memory {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
-    unit = 1 if sys.platform == "darwin" else 1024                                  # ru_maxrss is in bytes there, else in KiB
-    return f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB"
-
-
-def main(argv=None):
-    """The command line. Returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def ks_of(text, n):
+    """The ks of a table, in order: of --k such as 1,8,64, else powers of two up to n, and n."""
+    if not text:
+        return sorted({2**e for e in range(n.bit_length())} | {n})
     try:
-        args = parse(argv)
-        if args.rescore:
-            rescore(args.rescore, args.k)
-            return 0
-        try:
-            device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        except RuntimeError as e:
-            raise ValueError(f"--device={args.device}: {str(e).splitlines()[0]}") from None
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device={args.device}, but torch sees no CUDA device; take --device=cpu")
-        if world_size > 1:
-            if device.type == "cuda":
-                if device.index is not None:
-                    raise ValueError(f"--device={args.device}: under torchrun each process takes a GPU of its own; write --device=cuda")
-                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=24))   # shares may end hours apart
-        run(args, rank, world_size, device)
-        return 0
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as e:
-        print(f"error: {str(e).splitlines()[0]} Lower --batch_prompts; the same command goes on from here", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    finally:
-        if world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        ks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"--k={text}: not a list of whole numbers such as 1,8,64") from None
+    if not 1 <= ks[0] <= ks[-1] <= n:
+        raise ValueError(f"--k={text}: with n={n} each must be from 1 to {n}")
+    return ks
+
+
+def digest(*content):
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def prepare(c, device):
+    """(model, tokenizer, {name: problems}, header of the results file). Evaluations with the same
+    header["settings"] sample the same."""
+    counts = {name: c.n or (PAPER_N.get(benchmark(name), 32) if c.preset else 8)
+              for name in c.data.split(",")}
+    for n in counts.values():
+        ks_of(c.k, n)  # a wrong k is better refused now than when all is sampled
+    sets = {name: load_problems(name, c.split, c.question_field, c.answer_field, strict=True)
+            for name in counts}
+    sets = {name: problems[:c.limit or None] for name, problems in sets.items()}
+    dtype = forward_dtype(c.dtype, device)
+    model = GPT.from_pretrained(c.model, adapter=c.adapter or None, dtype=dtype, device=device)
+    tokenizer = Tokenizer.from_pretrained(c.model, adapter=c.adapter or None)
+    config, window = model.config.raw, model.config.max_position_embeddings
+    c.max_new_tokens = c.max_new_tokens or min(1500, window // 2)
+
+    # every 997th number of each tensor tells one model from another
+    some = [p.detach().flatten()[::997].float().cpu().numpy() for p in model.parameters()]
+    weights = hashlib.sha256(np.concatenate(some).tobytes()).hexdigest()
+    # and one prompt tells tokenizers and templates apart
+    prompt = build_prompt(tokenizer, "1+1?", c.system_prompt, c.prompt_style, c.template_variables)
+    data = {}
+    for name, problems in sets.items():
+        texts = [[p.question, p.answer, p.messages] for p in problems]
+        data[name] = {"n": counts[name], "problems": len(texts), "hash": digest(prompt, texts)}
+    settings = {"weights": digest(config, weights), "dtype": str(dtype).removeprefix("torch."),
+                "split": c.split, **{name: getattr(c, name) for name in SAMPLING}, "data": data}
+    shape = [config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
+    header = {"model": c.model, "adapter": c.adapter, "shape": shape, "settings": settings}
+    return model.eval(), tokenizer, sets, header
+
+
+def run(c, processes):
+    """Samples what is not in the file yet, writes it there as it comes, and prints the tables."""
+    main, device = processes.main, processes.device
+    model, tokenizer, sets, header = processes.agree(
+        lambda: prepare(c, device), lambda prepared: {"settings": digest(prepared[-1]["settings"])})
+    settings, found = header["settings"], {}
+    label = "-".join(os.path.abspath(c.model).split(os.sep)[-2:])
+    path = c.out or f"out/eval/{label}-{digest(settings)[:8]}.jsonl"
+    if main:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        if c.overwrite and os.path.exists(path):
+            os.remove(path)
+        found = tidy(path, header)
+        if c.adapter and os.path.samefile(tokenizer.folder, c.adapter):
+            print(f"tokenizer and chat template: those of {c.adapter}")
+        print(f"{c.model}: up to {c.max_new_tokens} new tokens, {settings['dtype']} on {device}; "
+              f"completions go to {path}, which has those of {len(found)} problems", flush=True)
+    # The first process alone reads and writes the file; the others hear from it what is done.
+    done = processes.gather(set(found))[0]
+
+    start, tokens = time.time(), 0
+    with open(path if main else os.devnull, "a") as f:
+        for name, problems in sets.items():
+            for rows in sample_problems(
+                    model, tokenizer, problems, settings["data"][name]["n"],
+                    **{key: settings[key] for key in SAMPLING}, batch_prompts=c.batch_prompts,
+                    done={i for data, i in done if data == name}, rank=processes.rank,
+                    world_size=processes.size):
+                f.writelines(json.dumps({"data": name, **row}) + "\n" for row in rows)
+                f.flush()
+                tokens += sum(row["tokens"] for row in rows)
+    seconds = time.time() - start
+    if main:
+        print_tables(header, tidy(path, header), c.k)
+        print(f"\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s; peak memory "
+              f"{peak_memory(device):.0f} MiB; see {path}")
+    processes.close()
+
+
+def main(argv):
+    """The command line; lib.run.command makes exit codes of what it raises."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text(EvalConfig, __doc__))
+        return
+    c = parse(argv)
+    if c.rescore:
+        rescore(c.rescore, c.k)
+    else:
+        run(c, Processes(c.device, timedelta(hours=24)))  # a batch may be long on a CPU
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(main))

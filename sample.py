@@ -3,279 +3,365 @@ The group sampler: G completions for each of P prompts in one batch.
 
     python sample.py --model=out/arithmetic/model --prompt="47+12?" --gold=59 --group=8
 
-shows one group the way GTPO sees it: rewards, advantages, entropies, who is kept, and the conflict tokens. (The entropy filter needs <H>_ini,
-the entropy of the policy before training; here it is this group's own mean, so who is kept may differ from a training run.)
+shows one group the way GTPO sees it: rewards, advantages, entropies, who is kept, and the conflict
+tokens. (The entropy filter needs <H>_ini, the entropy of the policy before training; here it is
+this group's own mean, so who is kept may differ from a training run.)
+
+Axes: P prompts, G completions of each, B = P * G of both, in this order; Hkv key heads, R query
+heads that read each, D channels of a head; S tokens of a prompt, T sampled so far, L at most; V
+vocabulary, H hidden size.
 """
 import argparse
 import hashlib
-import html
+import json
 import math
-import os
 import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from data import SYSTEM_PROMPT, build_prompt
+from data import SYSTEM_PROMPT, build_prompt, is_plain, open_thought, plain_end
 from gtpo import conflict_weights, group_advantages, keep_completions, mean_entropy
-from model import GPT, GroupCache
+from lib.files import write_whole
+from lib.run import command, forward_dtype
+from lib.show import group_page, show_group
+from logprobs import entropy, log_probs, product_dtype
+from model import GPT
 from rewards import reward_parts
 from tokenizer import Tokenizer
 
+DRAW_ELEMENTS = 2**22  # logits alive at a time: larger blocks cost a CPU more in pages of memory
+LOOK_EVERY = 4  # tokens between two looks at who has ended; a look makes a GPU wait
 
-DRAW_ELEMENTS = 2**22                                                               # logits alive at a time; larger blocks cost a CPU more in
-                                                                                    # pages of memory than in arithmetic
 
+# ---- keys and values that a group shares ---------------------------------------------------------
+
+class GroupCache:
+    """Keys and values of a batch that is being sampled: those of each prompt once, for its whole
+    group, and those of each completion's own tokens. All float32, so that a bfloat16 model's
+    scores are not rounded (keys may be in the hundreds) and no key is cast at every token."""
+
+    def __init__(self, prompt_kv, prompt_lengths, group_size, max_new_tokens):
+        """prompt_kv: k and v (P, Hkv, S, D) of each layer; prompt_lengths (P,) real tokens each."""
+        self.prompt_lengths, self.max_new_tokens = prompt_lengths, max_new_tokens
+        self.prompt_kv = [tuple(x.float().contiguous() for x in kv) for kv in prompt_kv]
+        P, Hkv, S, D = self.prompt_kv[0][0].shape
+        room = min(64, max_new_tokens)  # of the own tokens' buffers; doubled when it is full
+        self.own_kv = [tuple(x.new_zeros(P, Hkv, group_size, room, D) for x in kv)
+                       for kv in self.prompt_kv]
+        self.length, self.places = 0, torch.arange(max_new_tokens, device=prompt_lengths.device)
+        self.hide_padding()
+
+    def hide_padding(self):
+        S, device = self.prompt_kv[0][0].shape[2], self.prompt_lengths.device
+        padding = torch.arange(S, device=device) >= self.prompt_lengths[:, None]  # (P, S)
+        self.prompt_bias = minus_infinity_where(padding)[:, None, None]  # (P, 1, 1, S)
+
+    def select(self, prompts, members):
+        """Keeps these prompts (P',) and of each these members of its group (P', G')."""
+        S = int(self.prompt_lengths[prompts].max())
+        self.prompt_kv = [tuple(x[prompts, :, :S] for x in kv) for kv in self.prompt_kv]
+        heads = torch.arange(self.own_kv[0][0].shape[1], device=prompts.device)[:, None]  # (Hkv, 1)
+        rows = prompts[:, None, None], heads, members[:, None]  # to (P', Hkv, G')
+        self.own_kv = [tuple(x[rows] for x in kv) for kv in self.own_kv]
+        self.prompt_lengths = self.prompt_lengths[prompts]
+        self.hide_padding()
+
+    def next_token(self, whole_buffer=False):
+        """Makes room for one more token of each completion. Returns what decode() needs: positions
+        (B,), per layer what attend_group gets, and what all layers share. whole_buffer: attend to
+        all of it, so that no shape changes until it grows (for torch.compile)."""
+        (_, _, G, room, _), t = self.own_kv[0][0].shape, self.length
+        if t == room:
+            more = min(room, self.max_new_tokens - room)
+            self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
+            room += more
+        self.length += 1
+        place = self.places[t : t + 1]  # (1,) where the new token goes
+        own_bias = minus_infinity_where(self.places[: room if whole_buffer else t + 1] > place)
+        by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
+        positions = self.prompt_lengths.repeat_interleave(G) + t  # (B,)
+        return positions, by_layer, (self.prompt_bias, own_bias, place)
+
+
+def minus_infinity_where(hidden):
+    """What is added to scores: 0, or -inf where a key is hidden."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)
+
+
+def attend_group(q, k, v, prompt_k, prompt_v, own_k, own_v, prompt_bias, own_bias, place):
+    """Attention of one new token of each completion, to its prompt and to its own tokens.
+
+    q (B, Hkv * R, 1, D), k and v (B, Hkv, 1, D); prompt_k, prompt_v (P, Hkv, S, D); own_k, own_v
+    (P, Hkv, G, room, D), to which k and v are added at `place` -> (B, Hkv * R, 1, D). A group's
+    scores with its prompt's keys are one product. Everything is float32, inside autocast too.
+    """
+    (P, Hkv, G, _, D), T = own_k.shape, len(own_bias)
+    dtype, R = q.dtype, q.shape[1] // Hkv
+    with torch.autocast(q.device.type, enabled=False):
+        own_k.index_copy_(3, place, k.float().view(P, G, Hkv, 1, D).transpose(1, 2))
+        own_v.index_copy_(3, place, v.float().view(P, G, Hkv, 1, D).transpose(1, 2))
+        own_k, own_v = own_k[..., :T, :], own_v[..., :T, :]  # (P, Hkv, G, T, D)
+        q = q.float().mul(D**-0.5).view(P, G, Hkv, R, D).transpose(1, 2)  # (P, Hkv, G, R, D)
+        prompt_scores = q.flatten(2, 3) @ prompt_k.mT + prompt_bias  # (P, Hkv, G * R, S)
+        own_scores = q @ own_k.mT + own_bias  # (P, Hkv, G, R, T)
+        scores = torch.cat((prompt_scores.unflatten(2, (G, R)), own_scores), dim=-1)
+        probs = scores.softmax(dim=-1)  # (P, Hkv, G, R, S + T)
+        prompt_probs, own_probs = probs.split((prompt_k.shape[2], T), dim=-1)
+        y = (prompt_probs.flatten(2, 3) @ prompt_v).unflatten(2, (G, R)) + own_probs @ own_v
+    return y.transpose(1, 2).reshape(P * G, Hkv * R, 1, D).to(dtype)
+
+
+# ---- the sampler ---------------------------------------------------------------------------------
 
 @dataclass
 class Samples:
-    """P groups of G completions of up to L tokens, right-padded. Log-probs and entropies in nats, 0 at padding."""
-    ids: torch.Tensor                                                               # (P, G, L) int64
-    mask: torch.Tensor                                                              # (P, G, L) True on sampled tokens, the end token included
-    logps: torch.Tensor                                                             # (P, G, L) log-probability of each sampled token
-    entropy: torch.Tensor                                                           # (P, G, L) entropy of the distribution it was drawn from
-    finished: torch.Tensor                                                          # (P, G) True if it ended with an end token
+    """P groups of G completions of up to L tokens, right-padded with 0."""
+    ids: torch.Tensor  # (P, G, L) int64
+    mask: torch.Tensor  # (P, G, L) True on tokens that count, the end token included
+    logps: torch.Tensor  # (P, G, L) log-probability of each, nats
+    entropy: torch.Tensor  # (P, G, L) of the distribution it was drawn from, nats
+    finished: torch.Tensor  # (P, G) True if it came to its end, False if it was cut off
 
 
-def restrict(logits, top_k=0, top_p=1.0):
-    """Sets all but the top_k most likely tokens, then all but the smallest set with at least top_p of the mass, to -inf.  (B, V)"""
-    if 0 < top_k < logits.shape[-1]:
-        values, ids = logits.topk(top_k)
-        logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)
+def pad(rows, device="cpu"):
+    """Lists of ids -> ids (N, T), right-padded with 0, and their lengths (N,)."""
+    ids = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    return ids.to(device), lengths.to(device)
+
+
+def restrict(logp, top_k=0, top_p=1.0):
+    """Probabilities, (B, V), of which all but the top_k most likely, then all but the smallest set
+    with at least top_p of the mass, are 0."""
+    if 0 < top_k < logp.shape[-1]:
+        values, ids = logp.topk(top_k)  # (B, top_k)
+        logp = torch.full_like(logp, -math.inf).scatter(-1, ids, values)
     if top_p < 1:
-        probs, ids = logits.softmax(-1).sort(descending=True, stable=True)
-        before = probs.cumsum(-1) - probs                                           # mass of the more likely ones; the first always stays
-        logits = logits.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), -math.inf)
-    return logits
+        probs, ids = logp.softmax(-1).sort(descending=True, stable=True)
+        before = probs.cumsum(-1) - probs  # mass of the more likely ones: the first always stays
+        logp = logp.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), -math.inf)
+    return logp.softmax(-1)
 
 
 def draw(probs, uniforms):
-    """Draws one token per row by inverting the cumulative distribution: probs (B, V), uniforms (B,) in [0, 1) -> ids (B,).
-    One uniform number per token, so a completion does not depend on what else is in the batch."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)                              # (B, V) in float32 a GPU's sum may fall back a little
-    target = uniforms.double().clamp(max=1 - 2**-32) * cumulative[:, -1]            # always below the total
-    ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]         # never a token of probability 0
-    return ids.clamp(max=probs.shape[-1] - 1)                                       # rows of nan, which sample() refuses
+    """One token a row, by inverting the cumulative distribution: probs (B, V), uniforms (B,) in
+    [0, 1) -> (B,). One number a token, so no completion depends on what else is in the batch."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)  # (B, V) float32 may fall back a little
+    target = uniforms.double().clamp(max=1 - 2**-32) * cumulative[:, -1]  # always below the total
+    ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]  # never one of mass 0
+    return ids.clamp(max=probs.shape[-1] - 1)  # rows of nan, which sample() refuses
 
 
 def seeded_uniforms(key, *shape):
-    """Uniform numbers in [0, 1) that depend on nothing but `key` (a tuple of numbers and strings): there is no random state to save."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+    """Uniform numbers in [0, 1) that depend on nothing but `key`, a tuple of numbers and strings:
+    there is no random state to save."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.rand(*shape, generator=generator)
+
+
+def next_tokens(hidden, head, uniforms, temperature, top_k, top_p):
+    """hidden (b, H), head (V, H), uniforms (b,) -> ids, log-probs and entropies, (b,) each."""
+    logp = log_probs(hidden, head, temperature or 1.0)  # (b, V)
+    if temperature == 0:
+        ids = logp.argmax(-1)
+    elif top_k or top_p < 1:
+        ids = draw(restrict(logp, top_k, top_p), uniforms)
+    else:
+        ids = draw(logp.exp(), uniforms)
+    return ids, logp.gather(-1, ids[:, None])[:, 0], entropy(logp)
 
 
 @torch.no_grad()
-def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, eos_ids=(), generator=None, noise=None):
-    """Samples group_size completions for each prompt (a list of lists of token ids); returns Samples.
+def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0,
+           eos_ids=(), generator=None, noise=None, stop=None):
+    """group_size completions of each prompt (lists of token ids) -> Samples.
 
-    Every prompt runs once; its keys and values are shared by its group. A completion stops after any of eos_ids (kept) or after
-    max_new_tokens. logps and entropy are those of softmax(logits / temperature) over the whole vocabulary, which is also what the
-    loss computes; top_k and top_p only restrict the draw. temperature 0 is greedy, with logps and entropy at temperature 1.
-    generator: for reproducible draws. noise: uniforms in [0, 1), (P, G, max_new_tokens), to be used instead.
-    ValueError: empty prompt, id outside the vocabulary, no room for the completion, a setting out of range, logits that are not finite.
+    A completion ends after any of eos_ids (kept), after the token where stop(ids) says so (a rule
+    on all its ids: how many of them count, or None), or after max_new_tokens. Log-probs and
+    entropies are those of softmax(logits / temperature) over the whole vocabulary, as in the loss;
+    top_k and top_p only restrict the draw. temperature 0 is greedy, with log-probs at temperature
+    1. generator: for reproducible draws; or noise: uniforms in [0, 1), (P, G, max_new_tokens).
+    ValueError: an empty prompt, an id outside the vocabulary, no room, logits that are not finite.
     """
-    c, device, (P, G, L) = model.config, model.head_weight.device, (len(prompts), group_size, max_new_tokens)
-    if G < 1 or L < 0 or not 0 <= temperature < math.inf or top_k < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"sample: group_size {G}, max_new_tokens {L}, temperature {temperature}, top_k {top_k}, top_p {top_p}: "
-                         "out of range (at least 1, 0, 0, 0; 0 < top_p <= 1)")
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"sample: prompt {i} is empty; it needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= c.vocab_size:
-            bad = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise ValueError(f"sample: prompt {i} holds token id {bad}, the model knows 0 to {c.vocab_size - 1}")
-        if len(prompt) + L > c.max_position_embeddings:
-            raise ValueError(f"sample: no room for the completion: prompt {i} has {len(prompt)} tokens, with {L} new ones it passes the "
-                             f"model's {c.max_position_embeddings} (max_position_embeddings)")
-    out = Samples(ids=torch.zeros(P, G, L, dtype=torch.long, device=device), mask=torch.zeros(P, G, L, dtype=torch.bool, device=device),
-                  logps=torch.zeros(P, G, L, device=device), entropy=torch.zeros(P, G, L, device=device),
-                  finished=torch.zeros(P, G, dtype=torch.bool, device=device))
-    if P == 0 or L == 0:
-        return out
-    if noise is None:
-        noise = torch.rand(P, G, L, generator=generator, device=generator.device if generator is not None else device)
-    if noise.shape != (P, G, L):
-        raise ValueError(f"sample: noise has shape {tuple(noise.shape)}, {P} prompts, {G} completions and {L} tokens ask for {(P, G, L)}")
-    noise = noise.to(device).reshape(P * G, L)
-    eos = torch.tensor(list(eos_ids), dtype=torch.long, device=device)
-    flat = {name: getattr(out, name).view(P * G, L) for name in ("ids", "logps", "entropy")}
+    P, G, L = len(prompts), group_size, max_new_tokens
+    check(model.config, prompts, G, L, temperature, top_k, top_p)
+    device, head = model.head_weight.device, model.head_weight
+    ids = torch.zeros(P * G, L, dtype=torch.long, device=device)
+    logps, entropies = torch.zeros(2, P * G, L, device=device)
+    ends = torch.full((P * G,), L + 1, device=device)  # tokens that count, L + 1: no end yet
+    if P and L:
+        if noise is None:
+            where = device if generator is None else generator.device
+            noise = torch.rand(P, G, L, generator=generator, device=where)
+        noise = noise.to(device).view(P * G, L)
+        prompt_ids, lengths = pad(prompts, device)  # (P, S)
+        hidden, prompt_kv = model.prefill(prompt_ids)  # (P, S, H)
+        hidden = hidden[torch.arange(P, device=device), lengths - 1]  # (P, H)
+        hidden = hidden.repeat_interleave(G, dim=0)  # (B, H)
+        cache = GroupCache(prompt_kv, lengths, G, L)
+        head = head.to(product_dtype(hidden))
+        del prompt_kv  # the cache has its own
+    at_once = max(1, DRAW_ELEMENTS // model.config.vocab_size)
+    rows = torch.arange(P * G, device=device).view(P, G)  # which completion each row is
 
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    prompt_ids = torch.zeros(P, int(lengths.max()), dtype=torch.long)
-    for i, prompt in enumerate(prompts):
-        prompt_ids[i, :len(prompt)] = torch.tensor(prompt)
-    hidden, prompt_kv = model.prefill(prompt_ids.to(device))                        # (P, Tp, H)
-    hidden = hidden[torch.arange(P, device=device), lengths - 1].repeat_interleave(G, dim=0)                        # (P*G, H)
-    cache = GroupCache(prompt_kv, lengths, G, L)
-    del prompt_kv                                                                   # the cache has its own
-
-    at_once = max(1, DRAW_ELEMENTS // c.vocab_size)                                 # rows whose logits are alive at a time
-    rows = torch.arange(P * G, device=device).view(P, G)                            # which completion each row of the batch is
-    keep = torch.ones(P, G, dtype=torch.bool, device=device)                        # of these rows: no end token yet, when last looked at
-    for t in range(L):
-        for row, h in zip(rows.flatten().split(at_once), hidden.split(at_once)):    # (b,), (b, H)
-            logits = F.linear(h, model.head_weight).float()                         # (b, V)
-            if temperature not in (0, 1):
-                logits = logits / temperature
-            logps = logits.log_softmax(-1)                                          # (b, V)
-            probs = logps.exp()                                                     # (b, V)
-            if temperature == 0:
-                ids = logits.argmax(-1)
-            elif top_k or top_p < 1:
-                ids = draw(restrict(logps, top_k, top_p).softmax(-1), noise[row, t])
-            else:
-                ids = draw(probs, noise[row, t])                                    # (b,)
-            flat["ids"][row, t] = ids
-            flat["logps"][row, t] = logps.gather(-1, ids[:, None])[:, 0]
-            flat["entropy"][row, t] = -(probs * logps.clamp(min=-1e4)).sum(-1)      # clamped: 0 * -inf would be nan
-        if t + 1 == L:
-            break
-        if t % 4 == 3 and len(eos):                                                 # looking makes a GPU wait, so not at every token
-            keep = keep & ~torch.isin(flat["ids"][rows, t - 3 : t + 1], eos).any(-1)                                # (P', G')
-            if not keep.any():
+    for t in range(L if P else 0):
+        for row, h in zip(rows.flatten().split(at_once), hidden.split(at_once)):
+            ids[row, t], logps[row, t], entropies[row, t] = next_tokens(
+                h.to(head.dtype), head, noise[row, t], temperature, top_k, top_p)
+        if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
+            look_for_ends(ends, ids[:, : t + 1], rows, eos_ids, stop)
+            left = ends[rows] > L  # (P', G')
+            if t + 1 == L or not left.any():
                 break
-            members = max(int(keep.sum(1).max()), min(2, keep.shape[1]))            # never down to one: a size of 1 is compiled anew
-            prompts_left = keep.any(1).nonzero()[:, 0]
-            if len(prompts_left) * members <= 0.8 * keep.numel():                   # finished rows leave the batch
-                order = (~keep[prompts_left]).int().argsort(dim=1, stable=True)[:, :members]                        # unfinished first
-                rows, keep = (x[prompts_left[:, None], order] for x in (rows, keep))
-                cache.select(prompts_left, order)
-        hidden = model.decode(flat["ids"][rows.flatten(), t], cache)                # (B, H)
-    if not out.logps.isfinite().all():
-        raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, training has diverged, or they are too large "
-                         f"for temperature {temperature}")
-    ended = torch.isin(out.ids, eos)                                                # (P, G, L)
-    out.finished, out.mask = ended.any(-1), ended.cumsum(-1) - ended.long() == 0    # True up to the first end token, which it holds
-    for x in (out.ids, out.logps, out.entropy):                                     # what was drawn after it goes
-        x.masked_fill_(~out.mask, 0)
-    return out
+            rows = leave_out_ended(rows, left, cache)
+        arguments = cache.next_token(whole_buffer=model.compiled)
+        hidden = model.decode(ids[rows.flatten(), t], arguments[0], attend_group, *arguments[1:])
+    if not logps.isfinite().all():
+        raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, "
+                         f"training has diverged, or temperature {temperature} is too small")
+    mask = torch.arange(L, device=device) < ends[:, None]  # (B, L)
+    shaped = [torch.where(mask, x, 0).view(P, G, L) for x in (ids, logps, entropies)]
+    return Samples(shaped[0], mask.view(P, G, L), shaped[1], shaped[2], (ends <= L).view(P, G))
 
 
-def completion_texts(tokenizer, samples):
-    """The text of each completion without its end token, from one decode of all its ids: P lists of G strings."""
-    lengths = (samples.mask.sum(-1) - samples.finished.long()).tolist()             # (P, G)
-    return [[tokenizer.decode(ids[:n]) for ids, n in zip(*group)] for group in zip(samples.ids.tolist(), lengths)]
+def check(config, prompts, G, L, temperature, top_k, top_p):
+    if G < 1 or L < 0 or not 0 <= temperature < math.inf or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"sample: group_size {G}, max_new_tokens {L}, temperature {temperature}, "
+                         f"top_k {top_k}, top_p {top_p}: out of range (at least 1, 0, 0, 0, and "
+                         "0 < top_p <= 1)")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"sample: prompt {i} is empty; it needs at least one token")
+        bad = [token for token in (min(prompt), max(prompt)) if not 0 <= token < config.vocab_size]
+        if bad:
+            raise ValueError(f"sample: prompt {i} holds token id {bad[0]}, the model knows 0 to "
+                             f"{config.vocab_size - 1}")
+        if len(prompt) + L > config.max_position_embeddings:
+            raise ValueError(f"sample: no room for the completion: prompt {i} has {len(prompt)} "
+                             f"tokens, with {L} new ones it passes the model's "
+                             f"{config.max_position_embeddings} (max_position_embeddings)")
 
 
-def printable(text):
-    """Control characters escaped: a line stays a line, and nothing that a model or a data set writes can steer the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def look_for_ends(ends, ids, rows, eos_ids, stop):
+    """Writes to ends (B,) how many tokens count of those rows (P', G') that came to an end within
+    the last tokens of ids (B, T): an end token, or what stop() says."""
+    rows = rows.flatten()
+    since = max(0, ids.shape[1] - LOOK_EVERY)
+    eos = torch.tensor(list(eos_ids), dtype=torch.long, device=ids.device)
+    hit = torch.isin(ids[rows, since:], eos)  # (B', LOOK_EVERY)
+    first = since + hit.int().argmax(-1) + 1  # (B',)
+    ends[rows] = torch.where(hit.any(-1) & (first < ends[rows]), first, ends[rows])
+    if stop is not None:
+        for row in rows.tolist():
+            count = stop(ids[row, : ends[row]].tolist())
+            if count is not None:
+                ends[row] = count
 
 
-def weighted_runs(tokenizer, ids, lam):
-    """The text of a completion as (piece, weight) for each run of tokens of one weight lambda. No piece ends inside a character."""
-    text, start, place = tokenizer.decode(ids), 0, 0
-    for t in range(1, len(ids) + 1):
-        if t < len(ids) and lam[t] == lam[start]:
-            continue
-        end = len(text) if t == len(ids) else len(tokenizer.decode(ids[:t]).rstrip("\ufffd"))
-        if end > place:
-            yield printable(text[place:end]), int(lam[start])
-        start, place = t, max(place, end)
+def leave_out_ended(rows, left, cache):
+    """Completions that have ended leave the batch, once that makes it a fifth smaller: rows (P, G)
+    and `left`, the same, True on those that go on -> rows (P', G'). A group with fewer left than
+    G' keeps some that have ended; nobody looks at what they go on to say."""
+    prompts = left.any(1).nonzero()[:, 0]  # (P',)
+    members = max(int(left.sum(1).max()), min(2, left.shape[1]))  # 1 would be compiled anew
+    if len(prompts) * members > 0.8 * left.numel():
+        return rows
+    order = (~left[prompts]).int().argsort(dim=1, stable=True)[:, :members]  # who goes on first
+    cache.select(prompts, order)
+    return rows[prompts[:, None], order]
 
 
-def show_completion(tokenizer, ids, lam, color):
-    """The text with its conflict tokens marked: [[..]] have weight 2, ((..)) have weight 0, the rest counts once."""
-    parts = []
-    for piece, weight in weighted_runs(tokenizer, ids, lam):
-        if weight != 1:
-            piece = f"[[{piece}]]" if weight == 2 else f"(({piece}))"
-            piece = f"\x1b[{'1;32' if weight == 2 else '34'}m{piece}\x1b[0m" if color else piece
-        parts.append(piece)
-    return "".join(parts)
+# ---- texts ---------------------------------------------------------------------------------------
+
+def plain_stop(tokenizer):
+    """The rule `stop` for prompts without a chat template: a completion ends with the token that
+    completes its answer, or begins another problem (data.plain_end)."""
+    def stop(ids):
+        if plain_end(tokenizer.decode(ids)) is None:
+            return None
+        low, high = 1, len(ids)  # the fewest tokens whose text has an end
+        while low < high:
+            middle = (low + high) // 2
+            if plain_end(tokenizer.decode(ids[:middle])) is None:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+    return stop
 
 
-LEGEND = "[[..]]: conflict tokens where A > 0, weight 2; ((..)): where A < 0, weight 0, not punished; the rest counts once"
+def completion_texts(tokenizer, samples, prompts, plain=False):
+    """The text of each completion as it is graded and saved, P lists of G: one decode of all its
+    ids but the end token, behind the thought that its prompt (ids) left open, if it did; of plain
+    prompts up to where the answer ends."""
+    lengths = samples.mask.sum(-1).tolist()  # (P, G)
+    texts = []
+    for prompt, group, group_lengths in zip(prompts, samples.ids.tolist(), lengths):
+        thought = open_thought(tokenizer.decode(prompt))
+        texts.append([])
+        for ids, n in zip(group, group_lengths):
+            ended = n > 0 and ids[n - 1] in tokenizer.eos_ids
+            text = tokenizer.decode(ids[: n - ended])
+            texts[-1].append(thought + (text[: plain_end(text)] if plain else text))
+    return texts
 
 
-def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam, color=None):
-    """One group as GTPO sees it, as text. ids, mask, lam (G, L); rewards, advantages, entropy, kept (G,). color None: if the screen has it."""
-    if color is None:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    lines = [printable(question) + (f"   (gold: {printable(str(gold))})" if gold is not None else ""), "reward  advantage  entropy  tokens"]
-    for g in range(len(ids)):
-        n = int(mask[g].sum())
-        lines.append(f"{rewards[g].item():6.1f} {advantages[g].item():+10.2f} {entropy[g].item():8.3f} {n:7d}  {'' if kept[g] else '(filtered) '}"
-                     + show_completion(tokenizer, ids[g, :n].tolist(), lam[g, :n].tolist(), color))
-    return "\n".join(lines + [LEGEND] * bool(((lam != 1) & mask.bool()).any()))
-
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>A group as GTPO sees it</title>
-<style>
-:root { color-scheme: light dark; --two: #c9efcf; --zero: #d5dcfa; --line: #8886; }
-@media (prefers-color-scheme: dark) { :root { --two: #1d5b2a; --zero: #33418c; } }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; } th, td { padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { text-align: left; } .n { text-align: right; font-variant-numeric: tabular-nums; } code { white-space: pre-wrap; overflow-wrap: anywhere; }
-.x2 { background: var(--two); font-weight: bold; } .x0 { background: var(--zero); text-decoration: underline; } .filtered code { opacity: .5; }
-</style>
-"""
-
-
-def group_page(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam):
-    """The same as show_group, as one self-contained HTML page, light or dark as the reader's screen is."""
-    rows = []
-    for g in range(len(ids)):
-        n = int(mask[g].sum())
-        text = "".join(f'<span class="x{weight}" title="weight {weight}">{html.escape(piece)}</span>' if weight != 1 else html.escape(piece)
-                       for piece, weight in weighted_runs(tokenizer, ids[g, :n].tolist(), lam[g, :n].tolist()))
-        cells = "".join(f'<td class="n">{cell}</td>' for cell in (f"{rewards[g].item():.1f}", f"{advantages[g].item():+.2f}",
-                                                                  f"{entropy[g].item():.3f}", n, "yes" if kept[g] else "no"))
-        rows.append(f'<tr{"" if kept[g] else " class=filtered"}>{cells}<td><code>{text}</code></td></tr>')
-    head = "".join(f'<th class="n">{name}</th>' for name in ("reward", "advantage", "entropy", "tokens", "kept"))
-    return (f"{PAGE}<h1>A group as GTPO sees it</h1>\n<p>{html.escape(question)}" + (f" (gold: {html.escape(str(gold))})" if gold is not None else "")
-            + f'</p>\n<div class="wide"><table><tr>{head}<th>completion</th></tr>\n' + "\n".join(rows)
-            + '\n</table></div>\n<p><span class="x2">Bold</span>: conflict tokens where the advantage is positive, weight 2. <span class="x0">Underlined</span>: '
-            "conflict tokens where it is negative, weight 0, not punished. The rest counts once. Entropy is the mean over the tokens, in nats.</p>\n</html>\n")
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="folder of a model in Hugging Face format")
-    parser.add_argument("--adapter", help="folder of a LoRA adapter in PEFT's format")
-    parser.add_argument("--prompt", required=True, help="the question; it goes through the chat template if there is one")
-    parser.add_argument("--gold", help="the right answer; without it only the format is rewarded")
-    parser.add_argument("--group", type=int, default=8, help="G, the number of completions")
-    parser.add_argument("--max_new_tokens", type=int, help="default: 256, or what the model has room for")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--system_prompt", default=SYSTEM_PROMPT)
-    parser.add_argument("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--html", metavar="FILE", help="also write the group as a self-contained page")
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a model in Hugging Face format")
+    add("--adapter", help="folder of a LoRA adapter in PEFT's format")
+    add("--prompt", required=True, help="the question")
+    add("--gold", help="the right answer; without it only the format is rewarded")
+    add("--group", type=int, default=8, help="G, the number of completions")
+    add("--max_new_tokens", type=int, help="default: 512, or what the model has room for")
+    add("--temperature", type=float, default=1.0)
+    add("--top_k", type=int, default=0)
+    add("--top_p", type=float, default=1.0)
+    add("--seed", type=int, default=0)
+    add("--system_prompt", default=SYSTEM_PROMPT)
+    add("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
+    add("--template_variables", type=json.loads, default={}, metavar="JSON",
+        help='for the chat template, such as \'{"enable_thinking": false}\'')
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    add("--html", metavar="FILE", help="also write the group as a page")
     args = parser.parse_args(argv)
     if args.group < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
         parser.error("--group and --max_new_tokens must be at least 1")
 
-    tokenizer = Tokenizer.from_pretrained(args.model)
-    model = GPT.from_pretrained(args.model, adapter=args.adapter, device=args.device).eval()
-    prompt = build_prompt(tokenizer, args.prompt, args.system_prompt, args.prompt_style)
-    room = args.max_new_tokens or min(256, max(1, model.config.max_position_embeddings - len(prompt)))
-    samples = sample(model, [prompt], args.group, room, args.temperature, args.top_k, args.top_p, tokenizer.eos_ids,
-                     noise=seeded_uniforms((args.seed, "sample"), 1, args.group, room))
-    texts = completion_texts(tokenizer, samples)[0]
-    rewards = torch.tensor([sum(reward_parts(text, args.gold).values()) for text in texts])                          # (G,)
-    advantages = group_advantages(rewards)                                          # (G,)
-    ids, mask = samples.ids[0].cpu(), samples.mask[0].cpu()                         # (G, L)
-    entropy = mean_entropy(samples.entropy[0].cpu(), mask)                          # (G,)
-    group = (tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, entropy, keep_completions(entropy, entropy.mean()),
-             conflict_weights(ids, mask, advantages))
+    tokenizer = Tokenizer.from_pretrained(args.model, adapter=args.adapter)
+    model = GPT.from_pretrained(args.model, adapter=args.adapter, device=args.device,
+                                dtype=forward_dtype(args.dtype, torch.device(args.device)))
+    plain = is_plain(tokenizer, args.prompt_style)
+    prompt = build_prompt(tokenizer, args.prompt, args.system_prompt, args.prompt_style,
+                          args.template_variables)
+    room = max(1, model.config.max_position_embeddings - len(prompt))
+    L = args.max_new_tokens or min(512, room)
+    noise = seeded_uniforms((args.seed, "sample"), 1, args.group, L)
+    samples = sample(model, [prompt], args.group, L, args.temperature, args.top_k, args.top_p,
+                     tokenizer.eos_ids, noise=noise, stop=plain_stop(tokenizer) if plain else None)
+    texts = completion_texts(tokenizer, samples, [prompt], plain)[0]
+    rewards = torch.tensor([sum(reward_parts(text, args.gold).values()) for text in texts])  # (G,)
+    advantages = group_advantages(rewards)  # (G,)
+    ids, mask = samples.ids[0].cpu(), samples.mask[0].cpu()  # (G, L)
+    H = mean_entropy(samples.entropy[0].cpu(), mask)  # (G,)
+    group = (tokenizer, args.prompt, args.gold, ids, mask, rewards, advantages, H,
+             keep_completions(H, H.mean()), conflict_weights(ids, mask, advantages))
     print(show_group(*group))
     if args.html:
-        with open(args.html, "w", encoding="utf-8") as f:
-            f.write(group_page(*group))
+        write_whole(args.html, lambda f: f.write(group_page(*group)))
     if not samples.finished.all():
-        print(f"{int((~samples.finished).sum())} of {args.group} reached max_new_tokens={room} without an end token")
+        cut = int((~samples.finished).sum())
+        print(f"{cut} of {args.group} were cut off at max_new_tokens={L}")
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(command(main))

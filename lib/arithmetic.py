@@ -10,7 +10,8 @@ import torch
 
 from data import Problem, check_choice, demonstration, digest
 from lib.files import write_whole
-from model import GPT, Config
+from lib.hf import Config
+from model import GPT
 from tokenizer import ALPHABET, Tokenizer
 
 

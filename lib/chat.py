@@ -73,30 +73,31 @@ def run_limited(function):
         sys.settrace(before)
 
 
-class ChatTemplate:
-    """The templates of a folder, by name. `bool(template)` is False when it has none.
+def read_templates(folder):
+    """The chat templates of a folder by name, {} if it has none: chat_template.jinja, else
+    tokenizer_config.json, else chat_template.json."""
+    template = read_json(folder / "tokenizer_config.json", {}).get("chat_template")
+    if not template:
+        template = read_json(folder / "chat_template.json", {}).get("chat_template")
+    try:
+        if (file := folder / "chat_template.jinja").exists():
+            template = file.read_text(encoding="utf-8")
+        if isinstance(template, str):
+            return {"default": template}
+        return {t["name"]: t["template"] for t in template or []}
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder}: chat_template is neither a text nor a list of named "
+                         f"templates: {error!r}") from None
 
-    named: tokens that a template may write by name, {"bos_token": "<s>", ...}.
+
+class ChatTemplate:
+    """The templates of a folder.
+
+    sources: {name: text}; named: tokens that a template may write, {"bos_token": "<s>", ...}.
     """
 
-    def __init__(self, folder, named):
-        self.folder, self.named, self.compiled = Path(folder), named, {}
-        template = read_json(self.folder / "tokenizer_config.json", {}).get("chat_template")
-        if not template:
-            template = read_json(self.folder / "chat_template.json", {}).get("chat_template")
-        try:
-            if (file := self.folder / "chat_template.jinja").exists():
-                template = file.read_text(encoding="utf-8")
-            if isinstance(template, str):
-                self.sources = {"default": template}
-            else:
-                self.sources = {t["name"]: t["template"] for t in template or []}
-        except (KeyError, TypeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.folder}: chat_template is neither a text nor a list of named "
-                             f"templates: {error!r}") from None
-
-    def __bool__(self):
-        return bool(self.sources)
+    def __init__(self, folder, sources, named):
+        self.folder, self.sources, self.named, self.compiled = folder, sources, named, {}
 
     def render(self, messages, add_generation_prompt=True, **variables):
         """The text of a chat. ValueError without a template, or when it refuses or fails."""
@@ -116,12 +117,57 @@ class ChatTemplate:
         # as transformers: a content that is None is no content
         messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
-            if name not in self.compiled:
-                self.compiled[name] = compile_template(self.sources[name])
-            return run_limited(lambda: self.compiled[name].render(given, messages=messages))
+            return self._run(name, messages, given)
         except Exception as error:  # a template is a program, it can fail in any way
-            raise ValueError(f"{self.folder}: chat template: "
-                             f"{error or type(error).__name__}") from error
+            reason = str(error) or type(error).__name__
+            if self._refuses_system(name, messages, given):
+                reason += '; it takes these messages without the system turn: --system_prompt=""'
+            raise ValueError(f"{self.folder}: chat template: {reason}") from error
+
+    def _run(self, name, messages, given):
+        if name not in self.compiled:
+            self.compiled[name] = compile_template(self.sources[name])
+        return run_limited(lambda: self.compiled[name].render(given, messages=messages))
+
+    def _refuses_system(self, name, messages, given):
+        """Whether messages that failed would not without their system turn."""
+        others = [m for m in messages if m["role"] != "system"]
+        if len(others) in (0, len(messages)):
+            return False
+        try:
+            self._run(name, others, given)
+        except Exception:
+            return False
+        return True
+
+
+QUESTION, ANSWER = "gtpoquestion", "gtpoanswer"
+
+
+def turn_end(template, split):
+    """The id of the control token that the template writes after an assistant turn, if any.
+
+    split(text) -> a list of stretches of text and ids of control tokens. None when plain text
+    comes next or nothing, when the template refuses or changes the messages, and when the token
+    opens a turn: it stands between a question and its answer, but does not follow an answer that
+    another question follows.
+    """
+    def first(text):
+        parts = [p for p in split(text) if isinstance(p, int) or p.strip()]
+        return parts[0] if parts and isinstance(parts[0], int) else None
+
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = template.render(turns, False)
+        longer = template.render(turns + turns, False)
+    except ValueError:
+        return None
+    before, found, after = text.rpartition(ANSWER)
+    end = first(after) if found else None
+    middle = longer.partition(ANSWER)[2]
+    if end in split(before.rpartition(QUESTION)[2]) and end != first(middle):
+        return None
+    return end
 
 
 # ------------------------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ HARD_CASES = (   # prediction, gold, equal?, why
     ("10 square feet", r"10\text{ cm}^2", True, "units are dropped, whatever they are"),
     ("5 million", "5", False, "not a unit"),
     ("5x", "5", False, "a letter is not a unit"),
+    ("18 m/s", "18", True, "short units are dropped after a blank or a slash"),
+    ("18 g", "g = 18", False, "but it may be a variable when the other side has that letter"),
+    ("USD 18", "$18/day", True, "currency in front, and what it is paid for"),
     (r"90^\circ", "90 degrees", True, "degrees are dropped"),
     ("x = 5", "5", True, "a name in front is dropped"),
     ("y = 5", "x = 5", False, "two names that differ"),
@@ -53,6 +56,7 @@ HARD_CASES = (   # prediction, gold, equal?, why
      "matrices, entry by entry"),
     ("1 + 2x + x^2", "x^{2}+2*x+1", True, "terms of a sum in any order"),
     (r"\frac{9\pi}{4}", r"\frac94\pi", True, "a rational factor in any spelling"),
+    ("-pi/3", r"-\frac{\pi}{3}", True, "plain words for pi and infinity"),
     ("(2+x)(x-2)", "(x-2)(x+2)", True, "factors in any order"),
     (r"2^{1+n} - \frac{1}{1+x}", r"-\frac{1}{x+1} + 2^{n+1}", True,
      "also inside exponents and fractions"),
@@ -67,6 +71,8 @@ HARD_CASES = (   # prediction, gold, equal?, why
     ("Half of it is $5$", "5", False, "another word might change the value"),
     ("The answer is 5. No, 6.", "5", False, "nor may anything follow"),
     ("see figure", "see figure", False, "an unreadable gold pays nobody"),
+    ("proof", "proof", False, "nor does a placeholder"),
+    (r"\boxed{4} or better \boxed{5", "4", False, "nor does a box that is not finished"),
 )
 
 

@@ -306,8 +306,10 @@ def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
     dtype = dtype or model.model.norm.weight.dtype
     shapes = {name: p.shape for name, p in model.named_parameters() if "lora_" not in name}
     write_shards(folder, shapes, partial(merged_parameter, model), dtype, shard_bytes)
-    raw = {key: value for key, value in model.config.raw.items() if "dtype" not in key}
-    raw["dtype" if "dtype" in model.config.raw else "torch_dtype"] = str(dtype).split(".")[1]
+    raw = dict(model.config.raw)
+    raw.pop("torch_dtype", None)
+    # what transformers 4 reads, too
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).split(".")[1]
     write_json(os.path.join(folder, "config.json"), raw)
     copy_files(model.folder, folder, ("generation_config.json",))
     copy_files(model.tokenizer_folder or model.folder, folder, TOKENIZER_FILES)

@@ -25,7 +25,7 @@ import shlex
 import zlib
 
 from lib.files import refuse_lfs_pointer
-from lib.grading import last_boxed
+from lib.grading import answers_equal, is_placeholder, last_boxed
 
 QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "messages")
 ANSWERS = ("answer", "reward_model.ground_truth", "final_answer", "expected_answer", "ground_truth")
@@ -35,10 +35,12 @@ LONGEST_ANSWER = 7  # words; what is longer is prose (three are the most in MATH
 # number of primes among numbers that the solution shows to be composite: 0. They are known by the
 # SHA-256 of their text.
 MATH_EMPTY_BOXES = {"34d3b36d1c419100", "641a7ef94229c8ca"}
-TO_JSONL = {  # file names' ends: what the file is, and the program that prints it as JSONL
-    ".parquet": ("Parquet", "import json, sys, pyarrow.parquet as p; [print(json.dumps(r, "
-                 "default=str)) for r in p.read_table(sys.argv[1]).to_pylist()]"),
-    ".csv": ("CSV", "import csv, json, sys; csv.field_size_limit(2**30); [print(json.dumps(r)) "
+TO_JSONL = {  # ends of file names: what the file is, and what prints it as JSONL
+    ".parquet": ("Parquet", "pip install pyarrow",
+                 "import json, sys, pyarrow.parquet as p; [print(json.dumps(r, default=str)) "
+                 "for r in p.read_table(sys.argv[1]).to_pylist()]"),
+    ".csv": ("CSV", "Python alone will do",
+             "import csv, json, sys; csv.field_size_limit(2**30); [print(json.dumps(r)) "
              "for r in csv.DictReader(open(sys.argv[1], encoding='utf-8-sig', newline=''))]"),
 }
 
@@ -52,8 +54,8 @@ def read_rows(path):
     ValueError says where the file is broken, or how to make JSONL of another format."""
     end = os.path.splitext(path)[1].lower()
     if end in TO_JSONL:
-        kind, program = TO_JSONL[end]
-        raise ValueError(f"{path} is a {kind} file; make JSONL of it and give that:\n"
+        kind, needs, program = TO_JSONL[end]
+        raise ValueError(f"{path} is a {kind} file; make JSONL of it ({needs}) and give that:\n"
                          f'    python -c "{program}" {shlex.quote(path)} > '
                          + shlex.quote(path[:-len(end)] + ".jsonl"))
     lines = _lines(path)
@@ -90,7 +92,7 @@ def _lines(path):
 def _parse(path, number, text):
     """The JSON value of a text that begins in this line of the file."""
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
     except json.JSONDecodeError as e:
         raise ValueError(f"{path}:{number + e.lineno - 1}: broken JSON at column {e.colno}: {e.msg}"
                          " (a file holds one object a line, or one list of objects)") from None
@@ -164,7 +166,8 @@ def _answer(row, named, question, reply):
     if not source:
         source, solution = "messages", reply
     solution = _text(source, solution)
-    if hashlib.sha256(question.strip().encode()).hexdigest()[:16] in MATH_EMPTY_BOXES:
+    asked = question.strip().encode(errors="replace")
+    if hashlib.sha256(asked).hexdigest()[:16] in MATH_EMPTY_BOXES:
         solution = solution.replace(r"\boxed{}", r"\boxed{0}")
     alone = bool(name)
     if name:
@@ -192,7 +195,8 @@ def _answer(row, named, question, reply):
 def _check_answer(name, answer):
     """NoAnswer unless it is something that an answer can be compared with."""
     lines = "\n" in (answer or "").strip() and "\\" not in answer  # a LaTeX matrix may have lines
-    if answer is None or lines or "boxed{" in answer or _words(answer) > LONGEST_ANSWER:
+    if (answer is None or lines or "boxed{" in answer or answer.startswith('["')
+            or _words(answer) > LONGEST_ANSWER):
         raise NoAnswer(f'"{name}" must be the gold answer alone, at most {LONGEST_ANSWER} words, '
                        r"or mark it: in its last \boxed{GOLD} (finished), in a last line "
                        "`#### GOLD` or `The answer is: GOLD`")
@@ -200,10 +204,6 @@ def _check_answer(name, answer):
         raise NoAnswer(f'"{name}" gives an empty gold answer')
     if is_placeholder(answer):
         raise NoAnswer(f'"{name}" is {answer!r}, which stands for no answer')
-
-
-def is_placeholder(text):
-    return re.sub(r"[^a-z]", "", text.lower()) in {"proof", "notfound", "none", "unknown"}
 
 
 def _words(text):
@@ -228,7 +228,9 @@ def _marked(text):
     """(gold answer, worked solution) of a worked text; (None, "") if it marks no answer."""
     boxed = last_boxed(text)
     if boxed is not None:
-        return boxed, text
+        one, _, other = boxed.partition(" or ")
+        # \boxed{x+11} or \boxed{11+x} is one answer, written twice
+        return other if answers_equal(one, other) else boxed, text
     rest, marker, stated = text.rpartition("The answer is:")
     if not marker or "\n" in stated.strip():
         rest, marker = text, ""

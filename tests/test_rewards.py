@@ -16,13 +16,16 @@ FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
     ("\n <reasoning>\n3 bags\nof 4\n</reasoning>\n<answer>\n12\n</answer>\n", 10),
     # text before and between is paid
     ("Let us see.\n<reasoning>a</reasoning>\nSo:\n<answer>4</answer>", 10),
-    ("<reasoning>a</reasoning><answer></answer>", 10),
     # text after the end, wrong order, crossed, one broken tag, cut off
     ("<reasoning>a</reasoning><answer>4</answer> That is all.", 1.5),
     ("<answer>4</answer><reasoning>a</reasoning>", 1.5),
     ("<reasoning>a<answer>4</reasoning></answer>", 1.5),
     ("<reasoning}a</reasoning><answer>4</answer>", 1.5),
     ("<reasoning>a</reasoning><answer>4", 1.5),
+    # an answer block that holds nothing
+    ("<reasoning>a</reasoning><answer></answer>", 1.5), (FULL.format("."), 1.5),
+    (FULL.format(r"$ \boxed{} $"), 1.5), (FULL.format("." * 2000), 1.5), (FULL.format("x"), 10),
+    ("<answer></answer>", 0), ("<answer> </answer><reasoning>a</reasoning>", 1.5),
     ("<reasoning>a</reasoning> 4", 1),
     ("a <answer>4</answer>", 1),
     ("<reasoning}a<answer>4</answer>", 1),
@@ -69,13 +72,22 @@ def test_a_number_in_the_reasoning_is_never_paid():
     assert accuracy_reward(r"<reasoning>\boxed{7}</reasoning><answer></answer>", "7") == 0
 
 
-@pytest.mark.parametrize("gold", [
-    "", "  ", "see figure", "See solution.", "<answer></answer>", r"\boxed{}", "$$", "\\text{}",
-    "?", "nan", "N/A", "3/0"])
-def test_an_unreadable_gold_pays_nobody(gold):
-    """Guards: a default reward of 1 when the gold answer cannot be read."""
-    for answer in ("5", "", gold):
-        assert accuracy_reward(FULL.format(answer), gold) == 0
+@pytest.mark.parametrize("thought, paid", [
+    ("They want <reasoning> and <answer>.\n</think>\n\n", 20),  # begun by the prompt
+    (f"<think>{FULL.format(9)}</think>", 20), ("<think>a</think>b <answer></think>", 20),
+    ("<think>", 0), ("<think>a</think><think>", 0), ("a </think> b <think> ", 0)])
+def test_thoughts_are_not_graded(thought, paid):
+    """Guards: tags that a thought names cost the format; the answer of a thought was graded."""
+    text = thought + FULL.format(4)
+    assert sum(rewards.reward_parts(text, "4").values()) == paid
+    assert extract_answer(text) == ("4" if paid else None)
+
+
+def test_a_placeholder_pays_nobody():
+    """Guards: a reward of 10 for whoever writes `proof` where the gold is `proof`."""
+    for gold in ("proof", "", "see figure"):
+        for answer in ("5", "", gold):
+            assert accuracy_reward(FULL.format(answer), gold) == 0
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -85,10 +97,12 @@ def test_an_unreadable_gold_pays_nobody(gold):
     ("<answer>3<answer>4</answer>", "4"),
     (r"<answer>\boxed{5}</answer>", "5"),
     (r"\boxed{3} <answer>4</answer> \boxed{5}", "4"),  # the block wins
-    ("<answer> </answer>", None),
+    ("<answer> </answer>", None), (r"<answer>\boxed{}</answer>", None),
+    (r"<answer>\boxed{4} or \boxed{5</answer>", None), (r"\boxed{4} or \boxed{5", None),
     (r"so \boxed{\frac{5}{6}}.", r"\frac{5}{6}"),
     (r"<think>\boxed{3}</think> \boxed{4}", "4"),
-    (r"<think>so \boxed{7}</think> I give up", None),
+    (r"<think>so \boxed{7}</think> I give up", None), (r"<think>so \boxed{7}, or is it", None),
+    ("<think>maybe <answer>9</answer>? no</think>\n\\boxed{7}", "7"),
     (r"<reasoning>\boxed{3}</reasoning> \boxed{4}", "4"),
     (r"<reasoning>so \boxed{7}", None),
     ("the answer is 42", None), ("#### 42", None), ("", None),

@@ -49,15 +49,14 @@ def read_curves(path):
     """{data set: {"pass@1": 0 to 1, "maj@1": ..., "pass@2": ...}} of a file of eval.py, for
     k = 1, 2, 4, ... up to its n. ValueError: broken, or without completions."""
     header, found = read_results(path)
-    curves = {}
-    for name, groups in found.items():
-        ks = ks_of("", header["settings"]["data"][name]["n"])
-        problems = [problem_figures(rows, ks) for rows in groups.values()]
-        if problems:
-            curves[name] = {f"{kind}@{k}": mean(problems, f"{kind}@{k}")
-                            for kind in ("pass", "maj") for k in ks}
-    if not curves:
+    if not found:
         raise ValueError(f"{path}: no completions in it; run its eval.py command again")
+    curves = {}
+    for name, spec in header["settings"]["data"].items():
+        ks = ks_of("", spec["n"])
+        problems = [problem_figures(rows, ks) for (data, _), rows in found.items() if data == name]
+        if problems:
+            curves[name] = {c: mean(problems, c) for c in problems[0] if "@" in c}
     return curves
 
 

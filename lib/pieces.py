@@ -1,0 +1,195 @@
+"""How a byte-level tokenizer cuts text into pieces before BPE: the pre_tokenizer of tokenizer.json.
+
+Its steps run one after the other, each on the pieces of the one before. HF's regex engine is
+Oniguruma; tiktoken's is Rust's, with the same version of Unicode. A pattern is taken only if both
+read it alike. A single cut is left to tiktoken. A chain of cuts runs here, with Python's `regex`
+(which comes with tiktoken), kept to the Unicode that tiktoken knows.
+"""
+import functools
+import re
+
+import regex
+import tiktoken
+
+SECONDS = 1.0  # that one pattern may take on one piece
+WHOLE = r"[\s\S]+"
+GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+        r"|\s+(?!\S)|\s+")
+
+# HF's steps Digits and Punctuation do not use the regex engine: the first has the numbers of
+# Unicode 17, the second the punctuation of Unicode 8.
+NUMBER = "[\\p{N}\U00011de0-\U00011de9\U00016ff4-\U00016ff6]"
+PUNCTUATION = (
+    "[\\p{P}!-/:-@\\[-`{-~\u166d\U000111c9--[\u061d\u09fd-\u0a76\u0c77-\u0c84\u1b4e\u1b4f"
+    "\u1b7d-\u1b7f\u2e43-\u2e63\U00010d6e-\U00010f89\U000113d4-\U0001145d\U00011660-\U000116b9"
+    "\U0001183b-\U00011fff\U00012ff1\U00012ff2\U00016d6d-\U00016fe2\U0001e5ff-\U0001e95f]]")
+
+# What may stand in a pattern: escapes and categories that all three engines read alike.
+SCRIPTS = "Han|Hiragana|Katakana|Hangul|Latin|Greek|Cyrillic|Arabic|Hebrew|Thai|Devanagari"
+ESCAPE = rf"\\(?:[pP]\{{(?:[CLMNPSZ][a-z]?|{SCRIPTS})\}}|[sSdDnrtf]|u[0-9A-Fa-f]{{4}}|[^\w\s<>])"
+SET = r"\[\^?[^\[\]]+\]"
+CONTRACTIONS = r"\(\?i:(?:'?(?:\[[dmst]+\]|[dmst]|ll|re|ve)\|?)+\)"
+# {1,3}+ is possessive in one engine and a repeat of a repeat in the other, {2}? and {,2} too
+ODD = r"[\\\[\]^]|\(\?|\}[?*+{]|[?*+]\{|[?*+]{3}|\{(?!\d+(?:,\d*)?\})"
+
+
+def steps(node, key):
+    """The steps of a normalizer, pre-tokenizer, post-processor or decoder: none, one, or those of
+    a Sequence."""
+    if node is None:
+        return []
+    if node["type"] != "Sequence":
+        return [node]
+    return [step for child in node[key] for step in steps(child, key)]
+
+
+def cuts(pre_tokenizer):
+    """The cuts of a pre-tokenizer, in their order: [(pattern, behavior, invert), ...]. ValueError
+    for a step or a pattern whose pieces cannot be promised to be HF's."""
+    found = steps(pre_tokenizer, "pretokenizers")
+    names = [step["type"] for step in found]
+    if names[-1:] != ["ByteLevel"] or "ByteLevel" in names[:-1]:
+        raise ValueError(f"pre_tokenizer steps {names}: expected ByteLevel as the last one")
+    result = []
+    for step in found:
+        if step["type"] == "Split":
+            result.append((split_pattern(step["pattern"]), step["behavior"],
+                           bool(step.get("invert"))))
+        elif step["type"] == "Digits":
+            each = "" if step["individual_digits"] else "+"
+            result.append((NUMBER + each, "Isolated", False))
+        elif step["type"] == "Punctuation":
+            result.append((PUNCTUATION, step.get("behavior", "Isolated"), False))
+        elif step["type"] != "ByteLevel" or step.get("add_prefix_space"):
+            raise ValueError(f"pre_tokenizer step {step}: supported are Split, Digits, Punctuation "
+                             "and then ByteLevel, without add_prefix_space")
+        elif step.get("use_regex", True):
+            result.append((GPT2, "Isolated", False))
+    for pattern, behavior, _ in result:
+        if behavior not in ("Isolated", "Removed", "Contiguous", "MergedWithPrevious",
+                            "MergedWithNext"):
+            raise ValueError(f"pre_tokenizer: no such behavior: {behavior!r}")
+    return result
+
+
+def split_pattern(given):
+    """The regex of a Split, with $ and \\d written so that all engines read them as HF's. ValueError names a
+    pattern that they may read differently, or that may match between two characters."""
+    if text := given.get("String"):
+        return regex.escape(text, special_only=True, literal_spaces=True)
+    pattern = given["Regex"]
+    atoms = re.sub(ESCAPE, "a", re.sub(CONTRACTIONS, "(?:a)", pattern))
+    sets = re.findall(SET, atoms)
+    atoms = re.sub(SET, "a", atoms)
+    groups = re.sub(r"\(\?(?::|>|=|!|<=|<!)", "(", atoms)
+    if any(re.search(r"&&|--|~~|\|\|", s) for s in sets) or re.search(ODD, groups):
+        raise ValueError(f"pre_tokenizer pattern {pattern!r} has a part that tiktoken's regex "
+                         "engine may read differently")
+    try:
+        # every atom is one letter now; what stands in a lookaround need not be there
+        empty = regex.fullmatch(re.sub(r"\(\?<?[=!]", "(?:|", atoms), "")
+    except regex.error as error:
+        raise ValueError(f"pre_tokenizer pattern {pattern!r}: {error}") from None
+    if empty:
+        raise ValueError(f"pre_tokenizer pattern {pattern!r} may match between two characters")
+    # HF's $ also stands before a newline
+    pattern = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$",
+                     lambda m: "(?!.)" if m[0] == "$" else m[0], pattern)
+    return re.sub(r"\\.", lambda m: r"\p{Nd}" if m[0] == r"\d" else m[0], pattern)
+
+
+def for_tiktoken(cuts):
+    """The one regex with which tiktoken makes these cuts, None if there is no such."""
+    if not cuts:
+        return WHOLE
+    pattern, behavior, invert = cuts[0]
+    if len(cuts) == 1 and behavior == "Isolated":
+        # text between two matches is a piece too; tiktoken would drop it
+        return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
+    if len(cuts) == 1 and behavior == "Removed" and invert:
+        return pattern
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# a chain of cuts
+
+def check_chain(cuts):
+    """ValueError if `pieces` cannot promise HF's pieces."""
+    if regex.match(r"\p{Cn}", "\U0001fae9"):
+        raise ValueError("needs a newer regex package: pip install --upgrade regex")
+    for pattern, *_ in cuts:
+        if odd := re.search(r"\\(?:P|D|p\{(?:C\w?|Ll|Lo)\})", pattern):
+            raise ValueError(f"pre_tokenizer pattern {pattern!r} in a chain of steps: "
+                             f"{odd[0]} is not the same in all versions of Unicode")
+        byte_encoding(pattern)
+
+
+def byte_encoding(pattern):
+    """A tiktoken Encoding that gives the bytes of all matches. ValueError for a bad pattern."""
+    try:
+        return tiktoken.Encoding("bytes", pat_str=pattern, special_tokens={},
+                                 mergeable_ranks={bytes([b]): b for b in range(256)})
+    except ValueError as error:
+        raise ValueError(f"pre_tokenizer pattern {pattern!r}: {error}") from None
+
+
+UNASSIGNED = byte_encoding(r"\p{Cn}+")
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(pattern, newer):
+    """The pattern for `regex`, where the characters `newer` are in no category."""
+    if newer:
+        pattern = re.sub(r"\\p\{\w+\}", lambda m: f"[{m[0]}--[{newer}]]", pattern)
+    return regex.compile(pattern, regex.V1)
+
+
+def pieces(text, cuts):
+    """The pieces of text, one cut after the other. ValueError where a pattern takes too long."""
+    newer = ""
+    if not text.isascii():
+        unassigned = bytes(UNASSIGNED.encode_ordinary(text)).decode()
+        newer = "".join(sorted({c for c in unassigned if not regex.match(r"\p{Cn}", c)}))
+    found = [text]
+    try:
+        for pattern, behavior, invert in cuts:
+            pattern = compiled(pattern, newer)
+            found = [p for piece in found for p in cut(piece, pattern, behavior, invert)]
+    except TimeoutError:
+        raise ValueError(f"pre_tokenizer pattern {pattern.pattern!r} takes too long on this text "
+                         f"of {len(text)} characters: too long a run of one kind") from None
+    return found
+
+
+def cut(text, pattern, behavior, invert):
+    """One step of HF's: the matches of pattern, or with `invert` what lies between them, are
+    Isolated, Removed, joined (Contiguous), or MergedWithPrevious or MergedWithNext piece."""
+    if not invert and not pattern.search(text, timeout=SECONDS):
+        return [text]
+    spans, end = [], 0  # [start, end, is a match]
+    for match in pattern.finditer(text, timeout=SECONDS):
+        spans.append([end, match.start(), invert])
+        spans.append([match.start(), match.end(), not invert])
+        end = match.end()
+    spans.append([end, len(text), invert])
+    spans = [span for span in spans if span[0] < span[1]]
+    if behavior == "Removed":
+        spans = [span for span in spans if not span[2]]
+    elif behavior != "Isolated":
+        spans = joined(spans, behavior)
+    return [text[start:end] for start, end, _ in spans]
+
+
+def joined(spans, behavior):
+    """The spans after joining neighbours as the behavior says."""
+    result, before = [], False
+    backwards = behavior == "MergedWithNext"
+    for start, end, matched in reversed(spans) if backwards else spans:
+        join = matched == before if behavior == "Contiguous" else matched and not before
+        if join and result:
+            result[-1] = [min(start, result[-1][0]), max(end, result[-1][1]), matched]
+        else:
+            result.append([start, end, matched])
+        before = matched
+    return result[::-1] if backwards else result

@@ -1,0 +1,268 @@
+"""
+What a command needs around its work: one message for a mistake, processes, an output folder with
+checkpoints, signals. Nothing here knows of GTPO; the loop is in train.py.
+"""
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lib.files import write_whole
+
+
+def command(main, argv=None):
+    """Runs main(argv), by default on the command line, and returns the exit code: what main
+    returns, or 2 for a mistake or a fault, told in one message. Other exceptions are our mistakes
+    and show a traceback."""
+    try:
+        return main(sys.argv[1:] if argv is None else argv) or 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as e:
+        message = str(e)
+    except (RuntimeError, MemoryError) as e:
+        first = (str(e) or type(e).__name__).splitlines()[0]
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(e):
+            message = (f"out of memory: {first}\nLower what is done at once: micro_tokens in "
+                       "training (the result stays the same), prompts_per_step, group_size and "
+                       "max_new_tokens in sampling, --batch_prompts in evaluation")
+        elif isinstance(e, dist.DistError) or re.search("gloo|nccl|connection", str(e), re.I):
+            message = (f"process {os.environ.get('RANK')}: another process ended, or did not "
+                       f"answer in time ({first})")
+        else:
+            raise
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 2
+
+
+def peak_memory(device):
+    """Largest memory of this process so far, MiB: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def forward_dtype(name, device):
+    """The type of the forward pass. auto is bfloat16 on a GPU that has it, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float32
+
+
+class Processes:
+    """This process among those that torchrun started (alone without torchrun)."""
+
+    def __init__(self, device="auto", timeout=timedelta(minutes=30)):
+        """device: cpu, cuda or auto; timeout: how long processes wait for one another."""
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        self.main = self.rank == 0
+        cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if cuda else "cpu")
+        if cuda:
+            self.take_gpu()
+        if self.size > 1:
+            store, *_ = next(rendezvous("env://", timeout=timeout))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun keeps its store over restarts (pytorch/pytorch#135712): a restarted
+                # group would read the addresses of the dead one
+                start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+                store = dist.PrefixStore(f"start {start}", store)
+            dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self.rank,
+                                    world_size=self.size, timeout=timeout)
+
+    def take_gpu(self):
+        count, place = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+        if not count:
+            raise ValueError("device='cuda': this PyTorch sees no CUDA device; use --device=cpu")
+        if place >= count:
+            raise ValueError(f"process {place} of this node has no GPU: PyTorch sees {count}; "
+                             f"start torchrun with --nproc_per_node={count}, or use --device=cpu")
+        self.device = torch.device("cuda", place)
+        torch.cuda.set_device(self.device)
+
+    def totals(self, values):
+        """A dictionary of numbers, summed over all processes, in float64."""
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return dict(zip(values, tensor.tolist()))
+
+    def gather(self, value):
+        """The value (text, numbers, a dictionary) of every process, in the order of their ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, prepare, facts):
+        """prepare() on every process: a mistake that one sees ends all, told once, and facts(of
+        what was prepared), a dictionary, must be the same everywhere. Returns what was prepared."""
+        prepared, error, told = None, None, None
+        try:
+            prepared = prepare()
+            told = facts(prepared)
+        except (ValueError, OSError) as e:
+            error = e
+        everywhere = self.gather(told)
+        for rank, other in enumerate(everywhere):
+            if other is None:
+                raise error if rank == self.rank else SystemExit(2)
+            for key in other:
+                if other[key] != everywhere[0][key]:
+                    text = (f"processes 0 and {rank} differ in their {key} ({everywhere[0][key]} "
+                            f"and {other[key]}): every node needs the same command and the same "
+                            "files, and an output folder that all nodes share")
+                    raise ValueError(text) if self.main else SystemExit(2)
+        return prepared
+
+    def barrier(self):
+        if self.size > 1:
+            dist.barrier()
+
+    def close(self):
+        """After a run that ended well; after a fault it might wait for the others."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+class Output:
+    """The folder of a run: config.toml, metrics.jsonl, ckpt.pt, and what else it writes. Only the
+    main process writes; on the others every method that would does nothing."""
+
+    def __init__(self, folder, main=True):
+        self.folder, self.main = folder, main
+        self.checkpoint, self.metrics = self.path("ckpt.pt"), self.path("metrics.jsonl")
+        self.log_file, self.lock_file = None, None
+
+    def lock(self):
+        """Creates the folder and locks it until close() or the end of the process. ValueError if
+        another run is writing to it."""
+        if not self.main:
+            return
+        os.makedirs(self.folder, exist_ok=True)
+        self.lock_file = open(self.path("lock"), "w")
+        try:
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing to {self.folder}: wait for it or stop it, or "
+                             "choose another folder with --out=FOLDER") from None
+        except OSError as e:  # some network file systems
+            print(f"note: {self.folder} cannot be locked ({e}); take care that no second run uses "
+                  "it", file=sys.stderr)
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def has_checkpoint(self):
+        return os.path.exists(self.checkpoint)
+
+    def has_rows(self):
+        return os.path.exists(self.metrics) and os.path.getsize(self.metrics) > 0
+
+    def clear(self):
+        """Deletes what a run writes, and nothing else. The rows go last: as long as they stand,
+        the folder is known to have held a run."""
+        for name in ("ckpt.pt", "model", "adapter", "sft", "init", "heldout.jsonl", "config.toml",
+                     "metrics.jsonl") if self.main else ():
+            path = self.path(name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.remove(path)
+
+    def write(self, name, text):
+        if self.main:
+            write_whole(self.path(name), lambda f: f.write(text))
+
+    def rows(self):
+        """(row, its line) of metrics.jsonl; a torn line, such as the last of a killed run, is left
+        out."""
+        if not os.path.exists(self.metrics):
+            return
+        with open(self.metrics, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and isinstance(row.get("step"), int):
+                        yield row, line.rstrip("\n") + "\n"
+
+    def open_log(self, step):
+        """Opens metrics.jsonl behind the rows of the steps before `step`; others are cut off."""
+        if self.main:
+            if os.path.exists(self.metrics):
+                kept = [line for row, line in self.rows() if row["step"] < step]
+                write_whole(self.metrics, lambda f: f.writelines(kept))
+            self.log_file = open(self.metrics, "ab", buffering=0)  # a row is there, or it is not
+
+    def log(self, row):
+        """One more line of metrics.jsonl. What is not finite becomes null: JSON has no nan."""
+        if not self.main:
+            return
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                  for key, value in row.items()}
+        line = (json.dumps(finite) + "\n").encode()
+        try:
+            if self.log_file.write(line) < len(line):
+                raise OSError("the disk is full")
+        except OSError as e:
+            raise OSError(f"{self.metrics}: could not be written ({e})") from None
+
+    def save(self, state):
+        """Writes the checkpoint; it never knows more than the rows."""
+        if self.main:
+            os.fsync(self.log_file.fileno())
+            write_whole(self.checkpoint, lambda f: torch.save(state, f), "wb")
+
+    def load(self, keys):
+        """The checkpoint, which must have these keys. ValueError if it cannot be read."""
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True, mmap=True)
+            missing = [key for key in keys if key not in state]
+            if missing:
+                raise ValueError(f"it has no {missing[0]!r}")
+        except Exception as e:  # torch raises many kinds for a broken file
+            raise ValueError(f"{self.checkpoint}: not a readable checkpoint ({type(e).__name__}: "
+                             f"{str(e)[:200]}); --overwrite starts afresh") from None
+        return state
+
+    def close(self):
+        for file in (self.log_file, self.lock_file):
+            if file is not None:
+                file.close()
+
+
+class Signals:
+    """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one, a second
+    later or more, stops at once (SLURM and torchrun may both pass on the same one)."""
+
+    def __enter__(self):
+        self.received, self.when = 0, 0.0
+        numbers = signal.SIGINT, signal.SIGTERM
+        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
+
+    def handle(self, number, frame):
+        if not self.received:
+            self.received, self.when = number, time.monotonic()
+        elif time.monotonic() - self.when > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

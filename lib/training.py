@@ -1,0 +1,379 @@
+"""
+A training run around its two loops, which are in train.py: what it needs, how it begins and goes
+on, what happens after every step, how it is evaluated and saved.
+"""
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from tqdm import tqdm
+
+from data import (NAMES, SYSTEM_PROMPT, as_row, demonstration, encode_prompts, held_out, is_plain,
+                  load_problems, to_stderr)
+from eval import evaluate
+from lib.arithmetic import make_tiny_model
+from lib.config import to_toml
+from lib.lora import add_lora, save_adapter
+from lib.run import Output, Processes, Signals, forward_dtype, peak_memory
+from model import GPT
+from tokenizer import Tokenizer
+
+MOST_BAD_UPDATES = 10  # in a row whose loss or gradient is not finite, then the run ends
+DULL_STEPS = 5  # in a row that teach nothing, then a line says so
+CHECKPOINT = ("step", "model", "optimizer", "processes", "seed", "sft_steps", "problems",
+              "initial_entropy", "before", "reference", "skipped_updates")
+
+
+@dataclass
+class Run:
+    """What the loops share. `step` counts the updates of the warm-up, then RL steps."""
+    c: object  # train.TrainConfig
+    processes: Processes
+    output: Output
+    signals: Signals
+    tokenizer: Tokenizer
+    model: GPT
+    prompts: list  # (problem, prompt ids) to train on
+    demonstrations: list  # those of them that the warm-up uses
+    eval_problems: list
+    system_prompt: str
+    skipped: int  # problems whose prompt is too long
+    problems: str  # hash of the training problems
+    plain: bool  # prompts without a chat template
+    policy: torch.nn.Module | None = None  # train.Policy, in DistributedDataParallel if need be
+    optimizer: torch.optim.Optimizer | None = None
+    step: int = 0
+    initial_entropy: float | None = None  # <H>_ini, nats
+    before: dict | None = None  # the evaluation before RL
+    reference: object = None  # of GRPO's KL term: a model, or an adapter's tensors
+    skipped_updates: int = 0
+    bad_in_a_row: int = 0
+    dull_in_a_row: int = 0
+
+    def say(self, text):
+        if self.processes.main:
+            tqdm.write(text)
+
+    def autocast(self):
+        device = self.processes.device
+        low = forward_dtype(self.c.dtype, device) == torch.bfloat16
+        return torch.autocast(device.type, torch.bfloat16, enabled=low)
+
+    def bar(self, name, total, done):
+        return tqdm(total=total, initial=done, unit="step", desc=name, dynamic_ncols=True,
+                    disable=not self.processes.main)
+
+
+# ---- how it begins -------------------------------------------------------------------------------
+
+def prepare(c, processes, output, signals, make_optimizer):
+    """Reads and checks all that a run needs, and writes nothing but the lock, so that a mistake
+    costs nothing. ValueError and OSError say what is wrong. -> Run"""
+    output.lock()
+    state = open_output(c, output)
+    folder = c.model or output.path("init")
+    with contextlib.ExitStack() as stack:
+        source = folder
+        if not c.model and state is None:  # the tiny model, which is not in the output folder yet
+            source = stack.enter_context(tempfile.TemporaryDirectory())
+            make_tiny_model(source, c.seed)
+        tokenizer = Tokenizer.from_pretrained(source, adapter=c.adapter or None)
+        frozen = c.lora_rank or c.adapter  # weights that learn are float32
+        dtype = forward_dtype(c.dtype, processes.device) if frozen else torch.float32
+        model = GPT.from_pretrained(source, adapter=c.adapter or None, dtype=dtype,
+                                    device=processes.device)
+    model.folder, model.checkpointing = folder, c.checkpointing
+    if c.lora_rank:
+        torch.manual_seed(c.seed)
+        add_lora(model, c.lora_rank)
+    check_model(c, model, tokenizer)
+    system_prompt = SYSTEM_PROMPT if c.system_prompt == "default" else c.system_prompt
+    say = to_stderr if processes.main else lambda line: None
+    problems, eval_problems = read_problems(c, say)
+    prompts, skipped = encode_prompts(tokenizer, problems, c.max_prompt_tokens, system_prompt,
+                                      c.prompt_style, c.template_variables)
+    needed = max(1, c.prompts_per_step if c.algo != "sft" else 1)
+    if len(prompts) < needed:
+        raise ValueError(f"{c.data}: {len(prompts)} usable prompts ({skipped} longer than "
+                         f"max_prompt_tokens={c.max_prompt_tokens}), {needed} are needed")
+    questions = repr([problem.question for problem, _ in prompts]).encode()
+    run = Run(c, processes, output, signals, tokenizer, model, prompts,
+              usable_demonstrations(c, tokenizer, prompts), eval_problems, system_prompt, skipped,
+              hashlib.sha256(questions).hexdigest(), is_plain(tokenizer, c.prompt_style),
+              optimizer=make_optimizer(model))
+    if state is not None:
+        restore(run, state)
+    return run
+
+
+def open_output(c, output):
+    """The checkpoint to go on from, or None for a new run. ValueError if the folder holds a run
+    and nobody said what to do."""
+    if c.resume != "no" and output.has_checkpoint():
+        return output.load(CHECKPOINT)
+    if c.resume == "no" and not c.overwrite and (output.has_checkpoint() or output.has_rows()):
+        held = "a run: --resume goes on with it"
+        if not output.has_checkpoint():
+            held = "a run that ended before its first checkpoint: --resume starts it again"
+        raise ValueError(f"{c.out} already holds {held}, --out=OTHER starts another beside it, "
+                         "--overwrite deletes it")
+    for name in ("model", "adapter", "data", "eval_data"):
+        path = os.path.realpath(getattr(c, name)) + os.sep
+        if getattr(c, name) and path.startswith(os.path.realpath(c.out) + os.sep):
+            raise ValueError(f"{name}={getattr(c, name)} lies in the output folder {c.out}, which "
+                             "a new run clears; choose another --out")
+    return None
+
+
+def check_model(c, model, tokenizer):
+    if not tokenizer.eos_ids:
+        raise ValueError(f"{model.folder}: no end token is known, completions would never end; "
+                         "set eos_token_id in generation_config.json")
+    window = model.config.max_position_embeddings
+    if c.max_prompt_tokens + c.max_new_tokens > window:
+        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens "
+                         f"{c.max_new_tokens} is more than the model's {window} positions "
+                         "(max_position_embeddings)")
+
+
+def read_problems(c, say):
+    """(to train on, to evaluate on); the second are never in the first. say(line) tells what was
+    left out."""
+    fields = c.question_field, c.answer_field
+    problems = load_problems(c.data, "train", *fields, say=say)
+    if not c.eval_problems:
+        return problems, []
+    if c.eval_data or c.data in NAMES:
+        return problems, load_problems(c.eval_data or c.data, "test", *fields)[: c.eval_problems]
+    return held_out(problems, c.eval_problems)  # the same split for every seed
+
+
+def usable_demonstrations(c, tokenizer, prompts):
+    """Those (problem, prompt ids) whose demonstration has room. ValueError if none has."""
+    room, usable = c.max_prompt_tokens + c.max_new_tokens, []
+    if not c.sft_steps:
+        return usable
+    for problem, ids in prompts:
+        if not problem.solution:
+            raise ValueError(f"{c.data}: the problem {problem.question!r:.80} has no worked "
+                             "solution to learn from in the warm-up; add \"solution\" to it, or "
+                             "leave the warm-up out with --sft_steps=0")
+        if len(ids) + len(tokenizer.encode(demonstration(problem))) + 1 <= room:
+            usable.append((problem, ids))
+    if not usable:
+        raise ValueError(f"{c.data}: all {len(prompts)} demonstrations are longer than "
+                         f"max_prompt_tokens + max_new_tokens = {room}; raise them, or leave the "
+                         "warm-up out with --sft_steps=0")
+    return usable
+
+
+def restore(run, state):
+    """The run as the checkpoint has it. ValueError names what differs between the two."""
+    path, model = run.output.checkpoint, run.model
+    then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems}
+    for name, now in then_and_now.items():
+        if state[name] != now:
+            what = f"{name} was {state[name]!r} then and is {now!r} now"
+            if name == "problems":
+                what = "other problems than then to train on"
+            raise ValueError(f"{path}: {what}; a run goes on with what it began with: start "
+                             "another with --out=OTHER")
+    own = {name: tuple(p.shape) for name, p in trained(model).items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+    for name in [*own, *saved]:
+        if own.get(name) != saved.get(name):
+            raise ValueError(f"{path}: tensor {name!r} is {saved.get(name, 'missing')} in the "
+                             f"checkpoint and {own.get(name, 'missing')} in this model; resume "
+                             "with the model that the run began with")
+    model.load_state_dict(state["model"], strict=False)  # it may hold an adapter alone
+    try:
+        run.optimizer.load_state_dict(state["optimizer"])
+    except Exception as e:  # many kinds
+        raise ValueError(f"{path}: the optimizer's state does not fit this model "
+                         f"({type(e).__name__}: {str(e)[:200]})") from None
+    for name in ("step", "initial_entropy", "before", "reference", "skipped_updates"):
+        setattr(run, name, state[name])
+    if state["processes"] != run.processes.size:
+        run.say(f"{run.processes.size} process(es) instead of {state['processes']}: prompts and "
+                "random numbers depend on seed, step and prompt alone and stay the same")
+
+
+def begin(run, changed):
+    """Writes the first files of a run, or says how it goes on (`changed`: what is otherwise)."""
+    c, output = run.c, run.output
+    if run.step:
+        run.say("\n  ".join([f"resumed at step {run.step}", *changed]))
+    elif c.resume != "no":
+        run.say(f"{c.out} has no checkpoint: starting at step 0")
+    if run.processes.main and not run.step:
+        output.clear()
+        if not c.model:
+            make_tiny_model(run.model.folder, c.seed)
+        if c.data not in NAMES and not c.eval_data and run.eval_problems:
+            rows = [json.dumps(as_row(problem)) + "\n" for problem in run.eval_problems]
+            output.write("heldout.jsonl", "".join(rows))
+    output.write("config.toml", to_toml(replace(c, overwrite=False, resume="no")))
+    output.open_log(run.step)
+    if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
+        run.say(f"tokenizer and template are those of the adapter {c.adapter}")
+    introduce(run)
+
+
+def introduce(run):
+    c, model = run.c, run.model
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    learned = sum(p.numel() for p in trained(model).values()) / 1e6
+    adapter = f", of which {learned:,.2f} million, the adapter, are trained" if model.lora else ""
+    too_long = len(run.prompts) - len(run.demonstrations) if c.sft_steps else 0
+    steps = 0 if c.algo == "sft" else c.steps
+    run.say(f"""
+{c.algo.upper()} on {c.data}: {len(run.prompts):,} problems ({run.skipped} skipped: longer than \
+{c.max_prompt_tokens} tokens), {len(run.eval_problems)} for evaluation
+policy    {c.model or 'a new ' + model.config.model_type}, {parameters:,.2f} million parameters\
+{adapter}, on {run.processes.device.type}, {run.processes.size} process(es)
+warm-up   {c.sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning rate \
+{c.sft_learning_rate:g}{f', {too_long} skipped: too long' if too_long else ''}
+RL        {steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions of up to \
+{c.max_new_tokens} tokens, learning rate {c.learning_rate:g}
+output    {c.out}/
+""")
+
+
+# ---- what happens after a step -------------------------------------------------------------------
+
+def end_step(run, row, bad_updates, began, bar, shown):
+    """After a step of either loop: its row, the bar, now and then a checkpoint. SystemExit, after a
+    checkpoint, when a signal asked for it; ValueError when nothing is finite any more."""
+    c, seconds = run.c, time.time() - began
+    run.skipped_updates += bad_updates
+    run.bad_in_a_row = run.bad_in_a_row + bad_updates if bad_updates else 0
+    run.output.log({"step": run.step, **row, "skipped_updates": run.skipped_updates,
+                    "seconds": seconds, "memory_mib": peak_memory(run.processes.device)})
+    run.step += 1
+    bar.set_postfix(shown)
+    bar.update()
+    if run.processes.main and bar.n - bar.initial == 1 and bar.total > bar.n:
+        left = seconds * (bar.total - bar.n) / 60
+        run.say(f"{bar.desc}: {seconds:.1f} s for the first step, about {left:.0f} min to go")
+    if run.bad_in_a_row >= MOST_BAD_UPDATES:
+        kept = "there is no checkpoint yet"
+        if run.output.has_checkpoint():
+            kept = f"the last good checkpoint is {run.output.checkpoint}"
+        error = ValueError(f"step {run.step - 1}: loss or gradient was not finite "
+                           f"{run.bad_in_a_row} times in a row; {kept}; try a lower learning rate")
+        raise error if run.processes.main else SystemExit(2)
+    stop = max(run.processes.gather(run.signals.received))  # the same answer on all
+    last = c.sft_steps + (c.steps if c.algo != "sft" else 0)
+    if c.eval_every and c.sft_steps < run.step < last:
+        if (run.step - c.sft_steps) % c.eval_every == 0:
+            evaluation(run, "during", run.step - 1)
+    if stop or run.step % c.save_every == 0 or run.step in (c.sft_steps, last):
+        save(run)
+    if stop:
+        bar.close()
+        run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
+        raise SystemExit(128 + stop)
+
+
+def advise(run, row):
+    """One line when several RL steps in a row teach nothing, and why."""
+    dull = row["truncated"] > 0.5 or row["tied"] == 1
+    run.dull_in_a_row = run.dull_in_a_row + 1 if dull else 0
+    if run.dull_in_a_row != DULL_STEPS:
+        return
+    if row["truncated"] > 0.5:
+        run.say(f"note: most completions of {DULL_STEPS} steps in a row were cut off at "
+                f"max_new_tokens={run.c.max_new_tokens}; what is cut off earns nothing: raise it")
+    else:
+        run.say(f"note: all groups of {DULL_STEPS} steps in a row had equal rewards, so nothing "
+                "was learned from them: take other problems, a larger group_size, or a warm-up")
+
+
+def trained(model):
+    """The parameters that learn, by name: all of them, or those of the adapter."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save(run):
+    """The checkpoint, from which a run goes on exactly."""
+    state = {"processes": run.processes.size, "seed": run.c.seed, "sft_steps": run.c.sft_steps,
+             "model": {name: p.detach() for name, p in trained(run.model).items()},
+             "optimizer": run.optimizer.state_dict()}
+    for name in ("step", "problems", "initial_entropy", "before", "skipped_updates"):
+        state[name] = getattr(run, name)
+    state["reference"] = run.reference if run.model.lora else None  # else it lies in a folder
+    run.output.save(state)
+    run.processes.barrier()
+
+
+def save_policy(run, name, dtype=None):
+    """What was learned, in the folder `name` of the output: the whole model, or with LoRA the
+    adapter in PEFT's format. By the main process; the others wait. -> the folder"""
+    folder = run.output.path(name)
+    if run.processes.main and run.model.lora:
+        save_adapter(run.model, folder)
+    elif run.processes.main:
+        run.model.save_pretrained(folder, dtype)
+    run.processes.barrier()
+    return folder
+
+
+def evaluation(run, label, step, model=None):
+    """pass@k, maj@k and format on the held-out problems, by all processes together; a row of
+    metrics.jsonl. No more completions at a time than in a rollout. None without such problems."""
+    c, processes = run.c, run.processes
+    if not run.eval_problems:
+        return None
+    at_once = c.prompts_per_step * c.group_size // processes.size
+    with run.autocast():
+        result = evaluate(model or run.model, run.tokenizer, run.eval_problems, c.eval_samples,
+                          sorted({1, c.eval_samples}), c.max_new_tokens, temperature=c.temperature,
+                          system_prompt=run.system_prompt, prompt_style=c.prompt_style,
+                          template_variables=c.template_variables,
+                          max_prompt_tokens=c.max_prompt_tokens, seed=c.seed,
+                          batch_prompts=max(1, at_once // c.eval_samples), rank=processes.rank,
+                          world_size=processes.size)
+    run.output.log({"step": step, "phase": "eval", "label": label, **result})
+    return result
+
+
+def is_finished(run):
+    """Does the folder hold all steps, and the evaluation behind them?"""
+    rows = [row for row, _ in run.output.rows()] if run.output.has_rows() else []
+    last = run.c.sft_steps + (run.c.steps if run.c.algo != "sft" else 0)
+    done = any(row["step"] == run.step >= last and row.get("label") == "after" for row in rows)
+    return run.processes.gather(done)[0]
+
+
+def finish(run):
+    """Saves the policy, evaluates what was saved, and says how far it came."""
+    c, model = run.c, run.model
+    run.optimizer = run.policy = run.reference = None  # their memory is the evaluation's
+    if model.lora:
+        folder, adapter = model.folder, save_policy(run, "adapter")
+    else:
+        folder, adapter = save_policy(run, "model", model.stored_dtype), None
+    if run.eval_problems:
+        dtype = forward_dtype(c.dtype, run.processes.device) if adapter else torch.float32
+        run.model = model = None
+        saved = GPT.from_pretrained(folder, adapter=adapter, dtype=dtype,
+                                    device=run.processes.device)
+        after = evaluation(run, "after", run.step, saved)
+        run.say(before_after(run.before, after))
+    run.say(f"the policy is in {adapter or folder}/")
+
+
+def before_after(before, after):
+    """The table at the end, from two results of evaluate(); before may be None."""
+    names = [k for k in after if k.startswith(("pass@", "maj@")) and k != "maj@1"]
+    lines = [" " * 12 + ("  before" if before else "") + "   after"]
+    for name in names + ["format", "truncated"]:
+        figures = [result[name] for result in (before, after) if result]
+        lines.append(f"{name:12}" + "".join(f"{100 * figure:7.1f}%" for figure in figures))
+    return "\n".join(lines)
