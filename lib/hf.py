@@ -17,11 +17,12 @@ from functools import partial
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from lib.files import check_model_folder, read_json, refuse_lfs_pointer, write_whole
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+TYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 TOKENIZER_FILES = (
@@ -304,8 +305,7 @@ def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
     More than shard_bytes of weights go to several files with an index, as the Hub has them."""
     os.makedirs(folder, exist_ok=True)
     dtype = dtype or model.model.norm.weight.dtype
-    shapes = {name: p.shape for name, p in model.named_parameters() if "lora_" not in name}
-    write_shards(folder, shapes, partial(merged_parameter, model), dtype, shard_bytes)
+    write_shards(folder, model, dtype, shard_bytes)
     raw = dict(model.config.raw)
     raw.pop("torch_dtype", None)
     # what transformers 4 reads, too
@@ -323,28 +323,31 @@ def merged_parameter(model, name):
     return getattr(module, field_name)
 
 
-def write_shards(folder, shapes, tensor, dtype, shard_bytes):
-    """Writes the weights to a folder inside and moves them up. Those of an earlier save stay until
-    then, and go if they are not overwritten: two sets of weights are ambiguous."""
-    shards, room = [], 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
+def write_shards(folder, model, dtype, shard_bytes):
+    """Writes the weights to a folder inside and moves the files up. Those of an earlier save stay
+    until then, and go if they are not overwritten: two sets of weights are ambiguous."""
+    shards, room, total = [], 0, 0
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            continue
+        size = p.numel() * dtype.itemsize
         if size > room:
-            shards.append({})
+            shards.append([])
             room = shard_bytes
-        shards[-1][name] = shape
-        room -= size
+        shards[-1].append(name)
+        room, total = room - size, total + size
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = dict(zip(names, shards)) if len(shards) > 1 else {"model.safetensors": shards[0]}
     beside = os.path.join(folder, "saving")
     os.makedirs(beside, exist_ok=True)
     try:
         for file, part in files.items():
-            save_tensors(os.path.join(beside, file), part, tensor, dtype)
+            tensors = {name: merged_parameter(model, name).to(dtype) for name in part}
+            save_tensors(os.path.join(beside, file), tensors)
         new, old = list(files), [file for file in os.listdir(folder) if WEIGHTS.fullmatch(file)]
         if len(files) > 1:
             write_json(os.path.join(beside, INDEX), {
-                "metadata": {"total_size": sum(map(math.prod, shapes.values())) * dtype.itemsize},
+                "metadata": {"total_size": total},
                 "weight_map": {name: file for file, part in files.items() for name in part}})
             new.append(INDEX)
             # a folder that is half old, half new has no index, and is refused
@@ -358,24 +361,23 @@ def write_shards(folder, shapes, tensor, dtype, shard_bytes):
         shutil.rmtree(beside)
 
 
-def save_tensors(path, shapes, tensor, dtype):
-    """Writes a safetensors file: a length, a JSON header, the bytes of each tensor(name). Only one
-    tensor is in memory beside the model, and other users may read the file (safetensors' own
-    save_file wants all tensors at once and makes files that only their owner can read)."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-
-    def write(f):
-        f.write(len(head).to_bytes(8, "little") + head)
-        for name in shapes:
-            flat = tensor(name).detach().to("cpu", dtype).contiguous().reshape(-1)
-            f.write(flat.view(torch.uint8).numpy())
-
-    write_whole(path, write, "wb")
+def save_tensors(path, tensors):
+    """Writes a safetensors file beside, and renames it. Other users may read it, as far as the
+    umask lets them (safetensors 0.8 makes files that only their owner can read)."""
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    try:
+        save_file(tensors, path + ".tmp", metadata={"format": "pt"})
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(path + ".tmp", 0o666 & ~umask)
+        with open(path + ".tmp", "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (SafetensorError, OSError) as e:  # a full disk, for example
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise OSError(f"{path}: could not be written ({e}); what stood there before is "
+                      "untouched") from None
 
 
 def write_json(path, content):

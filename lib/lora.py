@@ -212,7 +212,6 @@ def save_adapter(model, folder):
     os.makedirs(folder, exist_ok=True)
     adapter = {f"base_model.model.{name}.weight": p
                for name, p in model.named_parameters() if "lora_" in name}
-    save_tensors(os.path.join(folder, "adapter_model.safetensors"),
-                 {name: p.shape for name, p in adapter.items()}, adapter.get, torch.float32)
+    save_tensors(os.path.join(folder, "adapter_model.safetensors"), adapter)
     write_json(os.path.join(folder, "adapter_config.json"), model.lora)
     copy_files(model.tokenizer_folder, folder, TOKENIZER_FILES)
