@@ -236,8 +236,9 @@ def test_report_tables(tmp_path, capsys):
     assert "above ln 2: grpo at 0.001 in 1 of 2." in text
 
 
-@pytest.mark.parametrize("text, says", [("", "compare makes them"), ("{]\n", "r.jsonl:1: not a row"),
-                                        ('{"algorithm": "a"}\n', ":1: not a row")])
+@pytest.mark.parametrize("text, says", [
+    ("", "compare makes them"), ("{]\n", "r.jsonl:1: not a row"),
+    ('{"algorithm": "a"}\n', ":1: not a row")])
 def test_report_of_bad_results(tmp_path, text, says):
     (tmp_path / "r.jsonl").write_text(text)
     with pytest.raises(ValueError, match=says):
