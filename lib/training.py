@@ -131,7 +131,18 @@ def plan(c, processes):
     with tempfile.TemporaryDirectory() as tiny:
         if not c.model:
             make_tiny_model(tiny, c.seed)
-        return report(c, model_config(c.model or tiny), processes)
+        config = model_config(c.model or tiny)
+        check_room(c, config)
+        return report(c, config, processes)
+
+
+def check_room(c, config):
+    """ValueError if a prompt and its completion may be more than the model has positions for."""
+    window, needed = config.max_position_embeddings, c.max_prompt_tokens + c.max_new_tokens
+    if needed > window:
+        hint = "" if c.model else "; this is the tiny model of the demo, give yours as --model=DIR"
+        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens "
+                         f"{c.max_new_tokens} is more than the model's {window} positions{hint}")
 
 
 # ---- how it begins -------------------------------------------------------------------------------
@@ -156,7 +167,10 @@ def prepare(c, processes, output, signals, make_optimizer):
     if c.lora_rank:
         torch.manual_seed(c.seed)
         add_lora(model, c.lora_rank)
-    check_model(c, model, tokenizer)
+    check_room(c, model.config)
+    if not tokenizer.eos_ids:
+        raise ValueError(f"{folder}: no end token is known, completions would never end; set "
+                         "eos_token_id in generation_config.json")
     system_prompt = SYSTEM_PROMPT if c.system_prompt == "default" else c.system_prompt
     say = to_stderr if processes.main else lambda line: None
     problems, eval_problems = read_problems(c, say)
@@ -193,17 +207,6 @@ def open_output(c, output):
             raise ValueError(f"{name}={getattr(c, name)} lies in the output folder {c.out}, which "
                              "a new run clears; choose another --out")
     return None
-
-
-def check_model(c, model, tokenizer):
-    if not tokenizer.eos_ids:
-        raise ValueError(f"{model.folder}: no end token is known, completions would never end; "
-                         "set eos_token_id in generation_config.json")
-    window = model.config.max_position_embeddings
-    if c.max_prompt_tokens + c.max_new_tokens > window:
-        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens "
-                         f"{c.max_new_tokens} is more than the model's {window} positions "
-                         "(max_position_embeddings)")
 
 
 def read_problems(c, say):

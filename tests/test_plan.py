@@ -15,6 +15,7 @@ from lib.lora import add_lora
 from logprobs import head_loss
 from model import GPT
 from sample import sample
+from lib.training import check_room
 from tools.plan import Plan, model_config, report
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -166,6 +167,6 @@ def test_a_folder_is_read_and_mistakes_are_told(tmp_path):
         with pytest.raises(ValueError, match="Llama-3.1-8B-Instruct and Qwen2.5-3B-Instruct are"):
             model_config(name)
     with pytest.raises(ValueError, match="is more than the model's 2048 positions"):
-        report(settings(max_new_tokens=2000), m)
+        check_room(settings(max_new_tokens=2000), m)
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     assert Plan(settings(adapter=str(tmp_path)), m).trainable == 2 * (4 * 64 + 3 * 80)

@@ -130,11 +130,7 @@ class Plan:
 
 def report(c, config, processes=1):
     """The plan as text: settings c (TrainConfig), the model's Config, for `processes` GPUs and,
-    beside it, for 8. ValueError: the model has no room for prompt and completion."""
-    if c.max_prompt_tokens + c.max_new_tokens > config.max_position_embeddings:
-        raise ValueError(f"max_prompt_tokens {c.max_prompt_tokens} + max_new_tokens "
-                         f"{c.max_new_tokens} is more than the model's "
-                         f"{config.max_position_embeddings} positions (max_position_embeddings)")
+    beside it, for 8."""
     counts = sorted({processes} | ({8} if c.prompts_per_step % 8 == 0 else set()))
     plans = [Plan(c, config, n) for n in counts]
     p, (sampling, training) = plans[0], plans[0].flops()
