@@ -220,13 +220,14 @@ class GPT(nn.Module):
                                      prompt_kv, (prompt_of, mask))  # (N, L-1, H)
         return torch.cat((first, rest), dim=1)
 
-    def compile_steps(self, **options):
-        """torch.compile for the training forward and the decode step; options go to torch.compile.
-        Names in checkpoints stay as they are."""
-        # sizes that are equal by chance may differ next time
+    def compile_layers(self, **options):
+        """torch.compile, options go to it, one layer at a time: all layers and all lengths share a
+        few graphs, names in checkpoints stay as they are, and checkpointing goes on to work."""
+        # sizes that are equal by chance may differ next time; eps and lora_scale never change
         torch.fx.experimental._config.use_duck_shape = False
-        self.decode = torch.compile(self.decode, dynamic=True, **options)
-        self.completion_hidden = torch.compile(self.completion_hidden, dynamic=True, **options)
+        torch._dynamo.config.specialize_float = True
+        for layer in self.model.layers:
+            layer.compile(dynamic=True, **options)
         self.compiled = True
 
     @classmethod

@@ -4,9 +4,11 @@ on, what happens after every step, how it is evaluated and saved.
 """
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
+import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -292,9 +294,24 @@ def begin(run, changed):
     introduce(run)
 
 
-    compiles = c.compile == "auto" and run.processes.device.type == "cuda"
-    if c.compile == "yes" or compiles:
-        run.model.compile_steps()
+    if compiles(run):
+        run.say("compiling: the first steps of each kind take a minute or more")
+        run.model.compile_layers()
+
+
+def compiles(run):
+    """Is torch.compile used? auto: on a GPU, if it has what it needs there, for models that are
+    worth the wait."""
+    c, device = run.c, run.processes.device
+    if c.compile != "auto" or device.type != "cuda":
+        return c.compile == "yes"
+    if sum(p.numel() for p in run.model.parameters()) < 100e6:
+        return False
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if importlib.util.find_spec("triton") and compiler:
+        return True
+    run.say("not compiled: torch.compile needs Triton and a C compiler here")
+    return False
 
 
 def introduce(run):

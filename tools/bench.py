@@ -64,7 +64,7 @@ def make_run(size, o, compile=False):
     """What train.backward() and train.update() need of a run."""
     model = make_model(size, o)
     if compile:
-        model.compile_steps()
+        model.compile_layers()
     return SimpleNamespace(c=TrainConfig(), processes=SimpleNamespace(size=1), model=model,
                            policy=Policy(model), optimizer=make_optimizer(model),
                            autocast=o.autocast)
@@ -190,7 +190,7 @@ def sampler(o):
         model = make_model(size, o).eval()
         peer = generate_with_transformers(model) if o.transformers else None
         if o.compile:
-            model.compile_steps()
+            model.compile_layers()
         for P, G, Tp, L in ROLLOUTS[size]:
             prompts = torch.randint(SHAPES[size][-1], (P, Tp)).tolist()
             noise = torch.rand(P, G, L, device=o.device)
