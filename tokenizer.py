@@ -19,7 +19,7 @@ import tiktoken
 
 from lib.chat import ChatTemplate, any_of, hide_text, read_templates, turn_end
 from lib.files import check_model_folder, read_json
-from lib.pieces import WHOLE, check_chain, cuts, for_tiktoken, pieces, steps
+from lib.pieces import pieces, read_cuts, steps
 
 # Files that make a tokenizer; an adapter's folder that has one of them brings its own tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -194,6 +194,16 @@ def read_added(spec):
     return added
 
 
+def read_bos(spec):
+    """The ids that the post-processor puts in front of a text."""
+    processors = steps(spec.get("post_processor"), "processors")
+    for template in [s for s in processors if s["type"] == "TemplateProcessing"][:1]:
+        front = itertools.takewhile(lambda item: "SpecialToken" in item, template["single"])
+        tokens = [template["special_tokens"][item["SpecialToken"]["id"]] for item in front]
+        return tuple(i for token in tokens for i in token["ids"])
+    return ()
+
+
 # ------------------------------------------------------------------------------------------------
 
 class Tokenizer:
@@ -210,19 +220,20 @@ class Tokenizer:
         """Opens a model's folder; files of a tokenizer in the folder of an adapter take the place
         of the model's. FileNotFoundError or ValueError when there is none, a file is broken, or
         HF's ids cannot be promised."""
-        check_model_folder(folder)
         return cls(folder, adapter)
 
     def __init__(self, folder, adapter=None):
+        check_model_folder(folder)
         self._folders = [Path(f) for f in (adapter, folder) if f]
         self.folder = next((f for f in self._folders if any((f / n).exists() for n in FILES)),
                            Path(folder))
         path = self._find("tokenizer.json")
         if not path.exists():
             other = path.with_name("tokenizer.model")
-            raise FileNotFoundError(
-                f"{path.parent}: no tokenizer.json there" + ", only tokenizer.model" * other.exists()
-                + "; give a folder in Hugging Face format whose tokenizer is a byte-level BPE")
+            found = ", only tokenizer.model" if other.exists() else ""
+            raise FileNotFoundError(f"{path.parent}: no tokenizer.json there{found}; give a folder "
+                                    "in Hugging Face format with a byte-level BPE, for example of "
+                                    "Llama 3.x, Qwen2.5, Qwen3 or SmolLM2")
         spec = read_json(path)
         try:
             self._read_spec(spec)
@@ -244,23 +255,13 @@ class Tokenizer:
         vocab = spec["model"]["vocab"]
         token_bytes = {name: raw for name in vocab if (raw := to_bytes(name)) is not None}
         self.added = read_added(spec)
-        self._cuts = cuts(spec.get("pre_tokenizer"))
-        pattern = for_tiktoken(self._cuts)
-        if pattern:
-            self._cuts = []
-        check_chain(self._cuts)
-        self.encoding, self._ids = read_bpe(spec, token_bytes, self.added, pattern or WHOLE)
+        pattern, self._cuts = read_cuts(spec.get("pre_tokenizer"))
+        self.encoding, self._ids = read_bpe(spec, token_bytes, self.added, pattern)
+        self.bos_ids = read_bos(spec)
         self._forms = [s["type"] for s in steps(spec.get("normalizer"), "normalizers")]
         if set(self._forms) - {"NFC", "NFD", "NFKC", "NFKD"}:
             raise ValueError(f"normalizer {self._forms}: only Unicode normal forms such as NFC "
                              "are supported")
-        processors = steps(spec.get("post_processor"), "processors")
-        first = [s for s in processors if s["type"] == "TemplateProcessing"][:1]
-        front = itertools.takewhile(lambda item: "SpecialToken" in item,
-                                    first[0]["single"] if first else [])
-        self.bos_ids = tuple(
-            i for item in front
-            for i in first[0]["special_tokens"][item["SpecialToken"]["id"]]["ids"])
         self._bytes = {i: token_bytes.get(name) or name.encode() for name, i in vocab.items()}
         self._bytes |= {t["id"]: content.encode() for content, t in self.added.items()}
         self.vocab_size = max(self._bytes, default=-1) + 1
@@ -325,7 +326,8 @@ class Tokenizer:
         try:
             text.encode()
             found = pieces(text, self._cuts) if self._cuts else [text]
-            ids = [self._ids[rank] for p in found for rank in self.encoding.encode_ordinary(p)]
+            ranks = {piece: self.encoding.encode_ordinary(piece) for piece in set(found)}
+            ids = [self._ids[rank] for piece in found for rank in ranks[piece]]
         except UnicodeEncodeError as error:
             raise ValueError(f"text has a lone surrogate {text[error.start]!r} at position "
                              f"{error.start}: not a character") from None

@@ -24,11 +24,16 @@ PUNCTUATION = (
     "\u1b7d-\u1b7f\u2e43-\u2e63\U00010d6e-\U00010f89\U000113d4-\U0001145d\U00011660-\U000116b9"
     "\U0001183b-\U00011fff\U00012ff1\U00012ff2\U00016d6d-\U00016fe2\U0001e5ff-\U0001e95f]]")
 
+BEHAVIORS = ("Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext")
+
+NEWEST = "\U0001fae9"  # a character of Unicode 16, the version of tiktoken and HF
+
 # What may stand in a pattern: escapes and categories that all three engines read alike.
 SCRIPTS = "Han|Hiragana|Katakana|Hangul|Latin|Greek|Cyrillic|Arabic|Hebrew|Thai|Devanagari"
 ESCAPE = rf"\\(?:[pP]\{{(?:[CLMNPSZ][a-z]?|{SCRIPTS})\}}|[sSdDnrtf]|u[0-9A-Fa-f]{{4}}|[^\w\s<>])"
 SET = r"\[\^?[^\[\]]+\]"
-CONTRACTIONS = r"\(\?i:(?:'?(?:\[[dmst]+\]|[dmst]|ll|re|ve)\|?)+\)"
+SHORT = r"'?(?:\[[dmst]+\]|[dmst]|ll|re|ve)"
+CONTRACTIONS = rf"\(\?i:{SHORT}(?:\|{SHORT})*\)"
 # {1,3}+ is possessive in one engine and a repeat of a repeat in the other, {2}? and {,2} too
 ODD = r"[\\\[\]^]|\(\?|\}[?*+{]|[?*+]\{|[?*+]{3}|\{(?!\d+(?:,\d*)?\})"
 
@@ -43,9 +48,23 @@ def steps(node, key):
     return [step for child in node[key] for step in steps(child, key)]
 
 
-def cuts(pre_tokenizer):
-    """The cuts of a pre-tokenizer, in their order: [(pattern, behavior, invert), ...]. ValueError
-    for a step or a pattern whose pieces cannot be promised to be HF's."""
+def read_cuts(pre_tokenizer):
+    """(pattern, cuts) of a pre-tokenizer: the regex for tiktoken, and what `pieces` must do before
+    it, [] where the regex does all. ValueError when it cannot be promised that the pieces are
+    HF's."""
+    cuts = list_cuts(pre_tokenizer)
+    pattern, behavior, invert = cuts[0] if cuts else (WHOLE, "Removed", True)
+    if len(cuts) < 2 and behavior == "Removed" and invert:
+        return pattern, []
+    if len(cuts) == 1 and behavior == "Isolated":
+        # text between two matches is a piece too; tiktoken would drop it
+        return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+", []
+    check_chain(cuts)
+    return WHOLE, cuts
+
+
+def list_cuts(pre_tokenizer):
+    """The steps of a pre-tokenizer as [(pattern, behavior, invert), ...]."""
     found = steps(pre_tokenizer, "pretokenizers")
     names = [step["type"] for step in found]
     if names[-1:] != ["ByteLevel"] or "ByteLevel" in names[:-1]:
@@ -66,15 +85,14 @@ def cuts(pre_tokenizer):
         elif step.get("use_regex", True):
             result.append((GPT2, "Isolated", False))
     for pattern, behavior, _ in result:
-        if behavior not in ("Isolated", "Removed", "Contiguous", "MergedWithPrevious",
-                            "MergedWithNext"):
+        if behavior not in BEHAVIORS:
             raise ValueError(f"pre_tokenizer: no such behavior: {behavior!r}")
     return result
 
 
 def split_pattern(given):
-    """The regex of a Split, with $ and \\d written so that all engines read them as HF's. ValueError names a
-    pattern that they may read differently, or that may match between two characters."""
+    """The regex of a Split, with its $ and digits written so that all engines read them alike.
+    ValueError names one that they may read differently, or that may match nothing at all."""
     if text := given.get("String"):
         return regex.escape(text, special_only=True, literal_spaces=True)
     pattern = given["Regex"]
@@ -98,25 +116,12 @@ def split_pattern(given):
     return re.sub(r"\\.", lambda m: r"\p{Nd}" if m[0] == r"\d" else m[0], pattern)
 
 
-def for_tiktoken(cuts):
-    """The one regex with which tiktoken makes these cuts, None if there is no such."""
-    if not cuts:
-        return WHOLE
-    pattern, behavior, invert = cuts[0]
-    if len(cuts) == 1 and behavior == "Isolated":
-        # text between two matches is a piece too; tiktoken would drop it
-        return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
-    if len(cuts) == 1 and behavior == "Removed" and invert:
-        return pattern
-    return None
-
-
 # ------------------------------------------------------------------------------------------------
 # a chain of cuts
 
 def check_chain(cuts):
     """ValueError if `pieces` cannot promise HF's pieces."""
-    if regex.match(r"\p{Cn}", "\U0001fae9"):
+    if regex.match(r"\p{Cn}", NEWEST):
         raise ValueError("needs a newer regex package: pip install --upgrade regex")
     for pattern, *_ in cuts:
         if odd := re.search(r"\\(?:P|D|p\{(?:C\w?|Ll|Lo)\})", pattern):
@@ -155,7 +160,8 @@ def pieces(text, cuts):
     try:
         for pattern, behavior, invert in cuts:
             pattern = compiled(pattern, newer)
-            found = [p for piece in found for p in cut(piece, pattern, behavior, invert)]
+            done = {piece: cut(piece, pattern, behavior, invert) for piece in set(found)}
+            found = [part for piece in found for part in done[piece]]
     except TimeoutError:
         raise ValueError(f"pre_tokenizer pattern {pattern.pattern!r} takes too long on this text "
                          f"of {len(text)} characters: too long a run of one kind") from None
