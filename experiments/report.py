@@ -112,7 +112,8 @@ def main(argv):
         print(__doc__.strip())
         return
     path = argv[0] if argv else RESULTS
-    rows = read_jsonl(path, ("algorithm", "learning_rate", "seed", "settings"))
+    needs = ("algorithm", "learning_rate", "seed", "settings")
+    rows = read_jsonl(path, needs) if os.path.exists(path) else []
     if not rows:
         raise ValueError(f"{path}: holds no results yet; python -m experiments.compare makes them")
     print(report(rows))

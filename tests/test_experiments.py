@@ -192,7 +192,7 @@ def test_interval_by_hand():
     assert report.interval(list(range(30)))[1] > 2.05 * math.sqrt(77.5 / 30)    # at least as wide
 
 
-@pytest.mark.parametrize("n", range(2, 11))
+@pytest.mark.parametrize("n", [2, 5, 10])
 def test_interval_covers_the_truth_in_95_of_100(n):
     rng, hits = random.Random(n), 0
     for _ in range(4000):
@@ -236,8 +236,9 @@ def test_report_tables(tmp_path, capsys):
     assert "above ln 2: grpo at 0.001 in 1 of 2." in text
 
 
-@pytest.mark.parametrize("text, says", [("", "no results yet"), ("{]\n", "r.jsonl:1: not a row"),
-                                        ('{"algorithm": "a"}\n', ":1: not a row")])
+@pytest.mark.parametrize("text, says", [
+    ("", "compare makes them"), ("{]\n", "r.jsonl:1: not a row"),
+    ('{"algorithm": "a"}\n', ":1: not a row")])
 def test_report_of_bad_results(tmp_path, text, says):
     (tmp_path / "r.jsonl").write_text(text)
     with pytest.raises(ValueError, match=says):

@@ -102,7 +102,7 @@ def test_memory_of_training(m, shape, rank, dtype, checkpointing):
 
 
 @pytest.mark.parametrize("m, P, Tp, G, L", [
-    (WIDE, 2, 160, 4, 1), (WIDE, 2, 64, 4, 32), (config(2, 256, 512, 2048, 4, 4), 2, 16, 8, 80)])
+    (WIDE, 2, 160, 4, 1), (WIDE, 2, 64, 4, 32), (config(2, 128, 256, 512, 4, 4), 2, 16, 16, 128)])
 def test_memory_of_sampling(m, P, Tp, G, L):
     """At full length: without an end token every completion runs to the last place. With one
     token the prompts make the peak. The evaluation takes no more completions at a time."""
