@@ -1,38 +1,61 @@
-"""README.md stays true: its line references, its worked example, its commands and its list of files."""
+"""What README.md and docs/ say stays true: links, files, commands, messages, the worked example."""
+import contextlib
+import importlib
+import json
 import math
-import os
 import re
-import runpy
 import shlex
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from gtpo import conflict_weights, group_advantages, grpo_weights, gtpo_weights
-from train import TrainConfig, check_config, read_config
+import eval as eval_py
+import train
+from gtpo import conflict_weights, group_advantages, token_weights
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-    README = f.read()
-
-
-def references():
-    """(file, line, code) of each table row that links to a line; the code is what the row shows in backticks after the link."""
-    for row in README.splitlines():
-        if m := re.search(r"\[(\w+\.py):(\d+)\]\(\1#L\2\)(?: \|)? `([^`]+)`", row):
-            yield m[1], int(m[2]), m[3].replace("\\|", "|")
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = [ROOT, ROOT / "lib", ROOT / "tools"]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (
+    ROOT / "README.md", ROOT / "experiments/README.md", *sorted(ROOT.glob("docs/*.md")))}
+README = PAGES["README.md"]
+ELSEWHERE = {"config.toml", "gtpo/gtpo_training.py"}  # in a run's folder, in the authors' code
 
 
-def test_every_line_reference_is_true():
-    wrong, found = [], list(references())
-    assert len(found) >= 20 and len(found) == len(re.findall(r"#L\d+\)", README))
-    for file, number, code in found:
-        with open(os.path.join(ROOT, file), encoding="utf-8") as f:
-            at = [i for i, line in enumerate(f, 1) if code in line]
-        if number not in at:
-            wrong.append(f"{file}:{number} `{code}` stands in line {at}")
-    assert not wrong, "\n".join(wrong)
+def anchors(text):
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_named_files(page):
+    """Regression: links to lines of the code were wrong after every edit. A link names a file, and
+    the pieces of code shown behind it, in backticks, stand in that file."""
+    text, wrong = PAGES[page], []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not target.startswith("https://") and not (
+                file.exists() and (not anchor or anchor in anchors(file.read_text("utf-8")))):
+            wrong.append(target)
+    shown = r"\]\((?:\.\./)?([\w/]+\.py)\)((?:(?: \|| and)? `[^`]+`)+)"
+    for file, pieces in re.findall(shown, text):
+        source = (ROOT / file).read_text(encoding="utf-8")
+        wrong += [f"{file}: {piece}" for piece in re.findall(r"`([^`]+)`", pieces)
+                  if piece.replace("\\|", "|") not in source]
+    named = set(re.findall(r"[\w./]*\w\.(?:py|toml)\b", text)) - ELSEWHERE
+    wrong += [name for name in named
+              if not any((folder / name.removeprefix("../")).exists() for folder in FOLDERS)]
+    assert not wrong
+
+
+def test_the_map_is_complete():
+    """Every file of the root, of lib/ and of tools/ has its line."""
+    tree = README.split("## The map")[1].split("```")[1]
+    listed = re.findall(r"^ *(\w+\.py) ", tree, re.MULTILINE)
+    there = [path.name for folder in FOLDERS for path in folder.glob("*.py")]
+    assert sorted(listed) == sorted(name for name in there if name != "__init__.py")
 
 
 def test_the_worked_example():
@@ -41,52 +64,77 @@ def test_the_worked_example():
     assert len(rows) == 4
     words = [re.sub(r"[*~`]+", "", text).split() for *_, text in rows]
     assert [len(w) for w in words] == [int(n) for _, _, n, _ in rows]
-    vocabulary = {w: i for i, w in enumerate(dict.fromkeys(sum(words, [])))}
-    longest = max(map(len, words))
-    ids = torch.tensor([[vocabulary[w] for w in row] + [0] * (longest - len(row)) for row in words])                 # (4, L)
-    mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in words])
-    advantages = group_advantages(torch.tensor([float(r) for r, *_ in rows]))
+    number = {word: i for i, word in enumerate(dict.fromkeys(sum(words, [])))}
+    ids, mask = torch.zeros(2, 4, max(map(len, words)), dtype=torch.long)  # (G, L)
+    for i, row in enumerate(words):
+        ids[i, : len(row)], mask[i, : len(row)] = torch.tensor([number[w] for w in row]), 1
+    advantages = group_advantages(torch.tensor([float(reward) for reward, *_ in rows]))  # (G,)
     assert advantages.tolist() == [float(a) for _, a, *_ in rows]
-    grpo = grpo_weights(mask, advantages)[:, 0].sum().item()
-    gtpo = gtpo_weights(ids, mask, advantages, torch.zeros(4), 0.0, gamma=0.0)[:, 0].sum().item()
-    assert f"= {grpo:.3f}: the tag is **punished**" in README and f"2·5/48 + 2·5/36 = +{gtpo:.3f}" in README
+    lam = conflict_weights(ids, mask, advantages)  # (G, L)
+    grpo, gtpo = (token_weights(advantages, mask, x)[:, 0].sum() for x in (1.0, lam))
+    assert f"= {grpo:.3f}`: the tag is **punished**" in README and f"= +{gtpo:.3f}`" in README
     shown = []
     for *_, text in rows:
         for mark, piece in re.findall(r"(\*\*|~~)?`([^`]*)`(?:\*\*|~~)?", text):
             shown += [{"**": 2, "~~": 0, "": 1}[mark]] * len(piece.split())
-    assert shown == conflict_weights(ids, mask, advantages)[mask].int().tolist()
+    assert shown == lam[mask.bool()].tolist()
 
 
 def commands():
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL):
-        yield from (line.split("#")[0].strip() for line in block.splitlines() if line.strip())
-    yield from (c for c in re.findall(r"`((?:python|torchrun) [^`]*)`", README))
+    """(page, command) of all that is documented and starts one of our programs."""
+    for page, text in PAGES.items():
+        blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+        lines = [part for line in blocks.splitlines() for part in line.split(" #")[0].split("&&")]
+        for line in [*lines, *re.findall(r"`([^`\n]+)`", text)]:
+            if re.match(r"\s*(\S+=\S+ )?(\S+/)?(python|torchrun) .*\w", line) and "..." not in line:
+                yield page, line.strip()
 
 
-@pytest.mark.parametrize("script", ("sample.py", "eval.py", "data.py", "plot.py", "bench.py", "rewards.py"))
-def test_commands_use_flags_that_exist(script, monkeypatch, capsys):
-    """A documented command that does not run."""
-    used = {word.split("=")[0] for c in commands() for word in shlex.split(c) if f" {script}" in c and word.startswith("--") and "_per_node" not in word}
-    if used:
-        monkeypatch.setattr(sys, "argv", [script, "--help"])
-        with pytest.raises(SystemExit):
-            runpy.run_path(os.path.join(ROOT, script), run_name="__main__")
+class Started(Exception):
+    """In place of what a command does once its flags are read and checked."""
+
+
+def started(*_):
+    raise Started
+
+
+@pytest.mark.parametrize("page, command", sorted(set(commands())))
+def test_commands(page, command, tmp_path, monkeypatch, capsys):
+    """Regression: documented commands had flags that the program did not know."""
+    words = shlex.split(command)
+    at = next(i for i, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+    program = words[at + 1] if words[at] == "-m" else words[at]
+    argv = [str(ROOT / w) if w.startswith("config/") else w for w in words[at + 1 :]]
+    counts = [int(word.split("=")[1]) for word in words[:at] if word.startswith("--n")]
+    monkeypatch.setenv("WORLD_SIZE", str(math.prod(counts)))
+    monkeypatch.setattr(train, "Processes", started)
+    monkeypatch.chdir(tmp_path)
+    if program == "train.py" and "--help" not in argv:
+        with pytest.raises(Started):
+            train.main([word for word in argv if word != "--plan"])
+    elif program == "eval.py" and "--help" not in argv:
+        eval_py.parse(argv)
+    elif flags := {word.split("=")[0] for word in argv if word.startswith("--")}:
+        names = {"data.py": "tools.download"}
+        module = importlib.import_module(names.get(program, program.removesuffix(".py")))
+        with contextlib.suppress(SystemExit):
+            module.main(["--help"])
         text = capsys.readouterr().out
-        assert all(re.search(rf"{flag}\b", text) for flag in used), used
+        assert all(re.search(rf"{flag}\b", text) for flag in flags - {"--help"})
 
 
-def test_training_commands_are_configurations():
-    count = 0
-    for c in commands():
-        if " train.py" in c and "..." not in c and "--help" not in c:
-            words = shlex.split(c[c.index(" train.py") + len(" train.py"):])
-            started = re.search(r"--nproc_per_node=(\d+)", c), re.search(r"--nnodes=(\d+)", c)
-            processes = math.prod(int(m[1]) for m in started if m)
-            check_config(read_config(TrainConfig, [os.path.join(ROOT, w) if w.endswith(".toml") else w for w in words]), processes)
-            count += 1
-    assert count >= 8
+def test_the_glossary_names_every_figure(tmp_path):
+    train.main([f"--out={tmp_path}", "--sft_steps=1", "--sft_batch_size=1", "--steps=1",
+                "--prompts_per_step=1", "--group_size=2", "--eval_problems=0"])
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    names = set().union(*map(json.loads, rows))
+    assert len(names) > 18 and names <= set(re.findall(r"\w+", PAGES["docs/metrics.md"]))
 
 
-def test_the_list_of_files_is_complete():
-    listed = re.findall(r"^(\w+\.py) ", README, re.MULTILINE)
-    assert sorted(listed) == sorted(f for f in os.listdir(ROOT) if f.endswith(".py"))
+def test_the_messages_of_the_guide_are_those_of_the_code():
+    source = "".join(path.read_text("utf-8") for folder in FOLDERS for path in folder.glob("*.py"))
+    source = re.sub(r'"\s+f?"', "", source)  # texts that go over lines
+    table = PAGES["docs/models.md"].split("| message | do |")[1]
+    pieces = [piece.strip() for message in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+              for piece in message.split("...")]
+    assert len(pieces) > 12 and all(piece in source for piece in pieces)
