@@ -25,10 +25,11 @@ def log_probs(hidden, head_weight, temperature=1.0, buffers=(None, None)):
     """log p of every next token, nats: hidden (N, H), head_weight (V, H), both of product_dtype
     -> (N, V), float32 (float64 for float64). `buffers`, two tensors (N, V), are overwritten."""
     logits, out = buffers
-    if hidden.dtype in (torch.float32, torch.float64):
-        logits = torch.mm(hidden, head_weight.t(), out=logits)  # (N, V)
-    else:  # not rounded to bfloat16, which would cost a log-prob 0.03 nats
-        logits = torch.mm(hidden, head_weight.t(), out_dtype=torch.float32)  # (N, V)
+    with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen already
+        if hidden.dtype in (torch.float32, torch.float64):
+            logits = torch.mm(hidden, head_weight.t(), out=logits)  # (N, V)
+        else:  # not rounded to bfloat16, which would cost a log-prob 0.03 nats
+            logits = torch.mm(hidden, head_weight.t(), out_dtype=torch.float32)  # (N, V)
     if temperature != 1:
         logits = logits.div_(temperature) if logits is buffers[0] else logits / temperature
     return torch.log_softmax(logits, -1, out=out)  # (N, V)
