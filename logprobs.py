@@ -25,7 +25,7 @@ def log_probs(hidden, head_weight, temperature=1.0, buffers=(None, None)):
     """log p of every next token, nats: hidden (N, H), head_weight (V, H), both of product_dtype
     -> (N, V), float32 (float64 for float64). `buffers`, two tensors (N, V), are overwritten."""
     logits, out = buffers
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen already
         if hidden.dtype in (torch.float32, torch.float64):
             logits = torch.mm(hidden, head_weight.t(), out=logits)  # (N, V)
         elif "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8: not rounded to bfloat16,
