@@ -159,23 +159,29 @@ class Batch:
         return model.completion_hidden(self.prompt_ids, self.prompt_lengths, self.ids,
                                        self.prompt_of)
 
+    def spread(self, values):
+        """One number of each real token, (tokens,) -> (N, L), 0 on padding."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
     def micro_batches(self, rows, most):
         """Splits `rows`, a list of completions, into parts of at most `most` tokens with padding
         (a longer one stands alone). Completions of one prompt stay side by side, since each part
         runs each of its prompts once."""
         prompt_lengths, lengths = self.prompt_lengths.tolist(), self.mask.sum(1).tolist()
-        prompt_of, longest = self.prompt_of.tolist(), {}
+        prompt_of, longest, part = self.prompt_of.tolist(), {}, []
         for i in rows:
             longest[prompt_of[i]] = max(longest.get(prompt_of[i], 0), lengths[i])
-        part, prompts, Tp, L = [], set(), 0, 0
+
+        def padded(part):
+            prompts = {prompt_of[i] for i in part}
+            return (len(prompts) * max(prompt_lengths[p] for p in prompts)
+                    + len(part) * max(lengths[i] for i in part))
+
         for i in sorted(rows, key=lambda i: (longest[prompt_of[i]], prompt_of[i], lengths[i])):
-            more, prompt_length = prompts | {prompt_of[i]}, prompt_lengths[prompt_of[i]]
-            tokens = len(more) * max(Tp, prompt_length) + (len(part) + 1) * max(L, lengths[i])
-            if part and tokens > most:
+            if part and padded([*part, i]) > most:
                 yield part
-                part, more, Tp, L = [], {prompt_of[i]}, 0, 0
-            part, prompts = part + [i], more
-            Tp, L = max(Tp, prompt_length), max(L, lengths[i])
+                part = []
+            part.append(i)
         yield part
 
 
@@ -188,11 +194,12 @@ class Policy(torch.nn.Module):
 
     def forward(self, batch, token_loss, per_token, temperature=1.0):
         """token_loss(logps, *per_token) is a sum over tokens; per_token: tensors (N, L). Returns
-        the loss and the log-probs of all real tokens, one completion after another, (tokens,)."""
+        the loss and the log-probs (N, L)."""
         mask = batch.mask
         hidden = batch.hidden(self.model)[mask]  # (tokens, H)
-        return head_loss(hidden, self.model.head_weight, batch.ids[mask], token_loss,
-                         [x[mask] for x in per_token], temperature)
+        loss, logps = head_loss(hidden, self.model.head_weight, batch.ids[mask], token_loss,
+                                [x[mask] for x in per_token], temperature)
+        return loss, batch.spread(logps)
 
 
 def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
@@ -208,11 +215,10 @@ def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
         waits = run.processes.size > 1 and part is not parts[-1]  # the last one sums gradients
         with run.policy.no_sync() if waits else contextlib.nullcontext():
             with run.autocast():
-                loss, part_logps = run.policy(micro, token_loss, [x[part, :L] for x in per_token],
-                                              temperature)
+                loss, logps[part, :L] = run.policy(
+                    micro, token_loss, [x[part, :L] for x in per_token], temperature)
             (loss * run.processes.size).backward()  # DDP takes the mean over processes
         total += loss.item()
-        logps[part, :L] = torch.zeros_like(logps[part, :L]).masked_scatter(micro.mask, part_logps)
     return total, logps
 
 
@@ -225,10 +231,9 @@ def reference_logps(run, batch, rows):
     with torch.no_grad(), run.autocast(), swapped:
         for part in batch.micro_batches(rows, run.c.micro_tokens):
             micro = batch.take(part)
-            hidden = micro.hidden(model)[micro.mask]  # (tokens, H)
-            found = token_logps(hidden, model.head_weight, micro.ids[micro.mask], run.c.temperature)
-            part_logps = torch.zeros_like(micro.ids, dtype=torch.float32)  # (n, L')
-            logps[part, : micro.ids.shape[1]] = part_logps.masked_scatter(micro.mask, found)
+            hidden, ids = micro.hidden(model)[micro.mask], micro.ids[micro.mask]  # (tokens, ..)
+            found = token_logps(hidden, model.head_weight, ids, run.c.temperature)  # (tokens,)
+            logps[part, : micro.ids.shape[1]] = micro.spread(found)
     return logps
 
 
