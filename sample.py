@@ -203,7 +203,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
         if noise is None:
             where = device if generator is None else generator.device
             noise = torch.rand(P, G, L, generator=generator, device=where)
-        noise = noise.to(device).view(P * G, L)
+        noise = noise.to(device).reshape(P * G, L)
         prompt_ids, lengths = pad(prompts, device)  # (P, S)
         hidden, prompt_kv = model.prefill(prompt_ids)  # (P, S, H)
         hidden = hidden[torch.arange(P, device=device), lengths - 1]  # (P, H)
