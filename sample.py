@@ -79,7 +79,8 @@ class GroupCache:
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
             room += more
         self.length += 1
-        place = self.places[t : t + 1]  # (1,) where the new token goes
+        # (1,) where the new token goes; a view's offset, 0, 1 or more, would be compiled anew
+        place = self.places[t : t + 1].clone()
         own_bias = minus_infinity_where(self.places[: room if whole_buffer else t + 1] > place)
         by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
         positions = self.prompt_lengths.repeat_interleave(G) + t  # (B,)
