@@ -263,8 +263,9 @@ def look_for_ends(ends, ids, rows, eos_ids, stop):
     first = since + hit.int().argmax(-1) + 1  # (B',)
     ends[rows] = torch.where(hit.any(-1) & (first < ends[rows]), first, ends[rows])
     if stop is not None:
-        for row in rows.tolist():
-            count = stop(ids[row, : ends[row]].tolist())
+        so_far = zip(rows.tolist(), ids[rows].tolist(), ends[rows].tolist())
+        for row, tokens, end in so_far:
+            count = stop(tokens[:end])
             if count is not None:
                 ends[row] = count
 
