@@ -249,7 +249,6 @@ class Policy(torch.nn.Module):
 def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
     """Adds the gradient of the loss of the completions `rows` to .grad, the sum over all processes.
     Returns the loss of this process and [(rows, log-probs of their tokens)] of each micro-batch."""
-    rows = rows or [0]  # DDP asks every process for a gradient: one of weight 0 gives zeros
     parts, total, logps = list(batch.micro_batches(rows, run.c.micro_tokens)), 0.0, []
     for part in parts:
         micro = batch.take(part)
@@ -421,8 +420,8 @@ def rl_step(run):
     if run.reference is not None:
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
         per_token += [kl_weights.flatten(0, 1), reference_logps(run, batch, rows, c.temperature)]
-    else:  # a completion whose weights are all 0 has no gradient
-        rows = (per_token[0] != 0).any(-1).nonzero()[:, 0].tolist()
+    else:  # a completion whose weights are all 0 has no gradient; DDP asks every process for one
+        rows = (per_token[0] != 0).any(-1).nonzero()[:, 0].tolist() or [0]
     token_loss = functools.partial(policy_loss, epsilon=c.epsilon)
     losses, norms, off = [], [], 0.0
     for repeat in range(c.updates_per_rollout):
@@ -519,7 +518,7 @@ def main(argv):
     with Signals() as signals, contextlib.closing(output):
         run = processes.agree(
             lambda: prepare(c, processes, output, signals, make_optimizer),
-            lambda run: {"first step": run.step, "settings": asdict(c), "problems": run.problems})
+            lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
         if is_finished(run):
             run.say(f"{c.out} is finished: all {run.step} steps and the last evaluation are there; "
                     "more steps: --resume --steps=MORE")
