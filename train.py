@@ -206,7 +206,6 @@ def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
     """Adds the gradient of the loss of the completions `rows` to .grad: the sum over all processes.
     per_token: tensors (N, L). Returns the loss of this process, and log-probs (N, L), 0 elsewhere.
     """
-    rows = rows or [0]  # DDP waits for every process: one of weight 0 makes a gradient of zeros
     total, logps = 0.0, torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
     parts = list(batch.micro_batches(rows, run.c.micro_tokens))
     for part in parts:
@@ -354,7 +353,8 @@ def rl_step(run):
     batch = Batch(*pad(prompts, device), torch.arange(P, device=device).repeat_interleave(G),
                   s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
     per_token = [weights.flatten(0, 1), s.logps.flatten(0, 1)]  # (N, L) each
-    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist()  # others have no gradient
+    # others have no gradient; DDP waits for one from each process, so one of weight 0 is kept
+    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist() or [0]
     if run.reference is not None:
         rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
@@ -440,7 +440,7 @@ def main(argv):
     with Signals() as signals, contextlib.closing(output):
         run = processes.agree(
             lambda: prepare(c, processes, output, signals, make_optimizer),
-            lambda run: {"first step": run.step, "settings": asdict(c), "problems": run.problems})
+            lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
         if not is_finished(run):
             begin(run, changed)
             parallel(run)
