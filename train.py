@@ -36,8 +36,8 @@ from lib.config import check_ranges, help_text
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command
 from lib.show import show_group
-from lib.training import (advise, before_rl, begin, check, end_step, finish, is_finished, plan,
-                          prepare, settings)
+from lib.training import (advise, before_rl, begin, check_together, end_step, finish, is_finished,
+                          plan, prepare, read_settings)
 from logprobs import head_loss, token_logps
 from rewards import reward_parts
 from sample import completion_texts, pad, plain_stop, sample, seeded_uniforms
@@ -121,6 +121,17 @@ RANGES = {**dict.fromkeys(("sft_batch_size", "prompts_per_step", "max_prompt_tok
           "group_size": ">= 2", "epsilon": ">= 0 and < 1"}
 PARTS = {"gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none", epsilon=0.0),
          "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
+
+
+def settings(argv):
+    """The command line -> (TrainConfig, what a resumed run does otherwise than before)."""
+    return read_settings(TrainConfig, argv, PARTS)
+
+
+def check(c, processes):
+    """ValueError, before anything is loaded or written, for what cannot work."""
+    check_ranges(c, CHOICES, RANGES)
+    check_together(c, processes)
 
 
 # ---- the pieces of a step ------------------------------------------------------------------------
@@ -428,9 +439,8 @@ def main(argv):
     if "--help" in argv or "-h" in argv:
         print(help_text(TrainConfig, __doc__))
         return 0
-    c, changed = settings(TrainConfig, [word for word in argv if word != "--plan"], PARTS)
+    c, changed = settings([word for word in argv if word != "--plan"])
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    check_ranges(c, CHOICES, RANGES)
     check(c, processes)
     if "--plan" in argv:
         print(plan(c, processes))

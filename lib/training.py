@@ -87,7 +87,7 @@ GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
         "timeout_minutes": "a constant of lib/run.py"}
 
 
-def settings(config_class, argv, parts):
+def read_settings(config_class, argv, parts):
     """The command line -> (settings, what a resumed run does otherwise than before). A run that
     goes on reads its own config.toml in place of a preset. parts: the defaults of each algo."""
     words = dict(gone=GONE, aliases={"name": "out=out/{}"}, defaults_of={"algo": parts},
@@ -105,7 +105,7 @@ def settings(config_class, argv, parts):
     return now, changed
 
 
-def check(c, processes):
+def check_together(c, processes):
     """Refuses settings that do not go together. ValueError says why."""
     if c.overwrite and c.resume != "no":
         raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "

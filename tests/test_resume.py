@@ -25,7 +25,7 @@ def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, 
                                                   number):
     """Bit for bit: prompts, completions, optimizer, schedule, reference and rows go on, in the
     warm-up, between it and RL, and in RL; P69: with or without compilation."""
-    monkeypatch.setattr(GPT, "compile_steps", lambda model: None)
+    monkeypatch.setattr(GPT, "compile_layers", lambda model: None)
     flags = [*small, "--sft_steps=2", "--steps=3", *flags]
     run(tmp_path, *flags, "--out=whole")
     with stopped(stop_after, number):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import eval as ev
+import lib.training
 import train
 from conftest import (OUT, ROOT, assert_close_rows, checkpoint, largest_difference, learned,
                       metrics, refused, rl_rows, run, stopped, tree, weights, write_rows)
@@ -61,7 +62,7 @@ def test_the_command_line_of_users():
     c, _ = train.settings(["--name=x", "--algo", "grpo", "--resume", "--gamma=0.2"])
     assert (c.out, c.resume, c.gamma, c.conflict, c.scale, c.epsilon) == (
         "out/x", "yes", 0.2, False, "std", 0.2)
-    for name, instead in train.GONE.items():
+    for name, instead in lib.training.GONE.items():
         with pytest.raises(ValueError, match=f"--{name} is gone: {re.escape(instead)}"):
             train.settings([f"--{name}=1"])
         assert not hasattr(c, name)
