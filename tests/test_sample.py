@@ -272,7 +272,7 @@ def test_compiled_steps_make_few_graphs_and_equal_eager():
 
     eager, compiled = (tiny(vocab_size=40, hidden_size=24, num_attention_heads=4,
                             num_key_value_heads=2, initializer_range=0.3) for _ in range(2))
-    compiled.compile_steps(backend=count)
+    compiled.compile_layers(backend=count)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for step in range(40):
             P, G = choose.randint(1, 3), choose.randint(2, 3)
