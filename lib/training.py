@@ -295,8 +295,6 @@ def begin(run, changed):
     if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
-
-
     if compiles(run):
         run.say("compiling: the first steps of each kind take a minute or more")
         run.model.compile_layers()
