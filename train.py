@@ -36,8 +36,8 @@ from lib.config import check_ranges, help_text
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command
 from lib.show import show_group
-from lib.training import (advise, before_rl, begin, check, end_step, finish, is_finished, plan,
-                          prepare, settings)
+from lib.training import (advise, before_rl, begin, check_together, end_step, finish, is_finished,
+                          plan, prepare, read_settings)
 from logprobs import head_loss, token_logps
 from rewards import reward_parts
 from sample import completion_texts, pad, plain_stop, sample, seeded_uniforms
@@ -123,6 +123,17 @@ PARTS = {"gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none
          "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
 
 
+def settings(argv):
+    """The command line -> (TrainConfig, what a resumed run does otherwise than before)."""
+    return read_settings(TrainConfig, argv, PARTS)
+
+
+def check(c, processes):
+    """ValueError, before anything is loaded or written, for what cannot work."""
+    check_ranges(c, CHOICES, RANGES)
+    check_together(c, processes)
+
+
 # ---- the pieces of a step ------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=4)
@@ -206,7 +217,6 @@ def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
     """Adds the gradient of the loss of the completions `rows` to .grad: the sum over all processes.
     per_token: tensors (N, L). Returns the loss of this process, and log-probs (N, L), 0 elsewhere.
     """
-    rows = rows or [0]  # DDP waits for every process: one of weight 0 makes a gradient of zeros
     total, logps = 0.0, torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
     parts = list(batch.micro_batches(rows, run.c.micro_tokens))
     for part in parts:
@@ -354,7 +364,8 @@ def rl_step(run):
     batch = Batch(*pad(prompts, device), torch.arange(P, device=device).repeat_interleave(G),
                   s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
     per_token = [weights.flatten(0, 1), s.logps.flatten(0, 1)]  # (N, L) each
-    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist()  # others have no gradient
+    # others have no gradient; DDP waits for one from each process, so one of weight 0 is kept
+    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist() or [0]
     if run.reference is not None:
         rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
@@ -428,9 +439,8 @@ def main(argv):
     if "--help" in argv or "-h" in argv:
         print(help_text(TrainConfig, __doc__))
         return 0
-    c, changed = settings(TrainConfig, [word for word in argv if word != "--plan"], PARTS)
+    c, changed = settings([word for word in argv if word != "--plan"])
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    check_ranges(c, CHOICES, RANGES)
     check(c, processes)
     if "--plan" in argv:
         print(plan(c, processes))
@@ -440,7 +450,7 @@ def main(argv):
     with Signals() as signals, contextlib.closing(output):
         run = processes.agree(
             lambda: prepare(c, processes, output, signals, make_optimizer),
-            lambda run: {"first step": run.step, "settings": asdict(c), "problems": run.problems})
+            lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
         if not is_finished(run):
             begin(run, changed)
             parallel(run)
