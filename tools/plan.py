@@ -137,18 +137,17 @@ def report(c, config, processes=1):
     counts = sorted({processes} | ({8} if c.prompts_per_step % 8 == 0 else set()))
     plans = [Plan(c, config, n) for n in counts]
     p, (sampling, training) = plans[0], plans[0].flops()
-    unit, name = (1e9, "GB") if p.base > 1e8 else (1e6, "MB")
-    lines = [
+
+    def line(name, sizes):
+        return f"{name:38}" + "".join(f"{size / 1e9:10.3f}" for size in sizes)
+
+    return "\n".join([
         f"{c.model or 'a new ' + config.model_type}: {p.base:,} weights, {p.trainable:,} trained, "
         f"{'bfloat16' if p.e == 2 else 'float32'}" + ", checkpointing" * c.checkpointing,
         f"a step: {c.prompts_per_step} prompts of {c.max_prompt_tokens:,} tokens, "
         f"{c.prompts_per_step * c.group_size} completions of {c.max_new_tokens:,}; "
         f"{sampling / 1e12:,.2f} TFLOP to sample, {training / 1e12:,.2f} to train", "",
-        f"{name + ' on each GPU; not all at once':38}"
-        + "".join(f"{f'{n} GPU' + 's' * (n > 1):>10}" for n in counts)]
-    lines += [f"  {row:36}" + "".join(f"{plan.parts[row] / unit:10.2f}" for plan in plans)
-              for row in p.parts]
-    largest = [max(size for row, size in plan.parts.items() if "peak" in row) for plan in plans]
-    lines.append(f"{'the largest peak, give or take 20%':38}"
-                 + "".join(f"{size / unit:10.2f}" for size in largest))
-    return "\n".join(lines)
+        f"{'GB on each GPU; not all at once':38}" + "".join(f"{n:>3} GPU(s)" for n in counts),
+        *(line("  " + row, [plan.parts[row] for plan in plans]) for row in p.parts),
+        line("the largest peak, give or take 20%",
+             [max(size for row, size in plan.parts.items() if "peak" in row) for plan in plans])])
