@@ -336,7 +336,8 @@ def main(argv):
     add("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
     add("--template_variables", type=json.loads, default={}, metavar="JSON",
         help='for the chat template, such as \'{"enable_thinking": false}\'')
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=("cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     add("--html", metavar="FILE", help="also write the group as a page")
     args = parser.parse_args(argv)
