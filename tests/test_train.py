@@ -167,7 +167,7 @@ def test_plan_prints_and_writes_nothing(small, tmp_path):
 
 def test_no_problems_held_out_no_evaluation(small, tmp_path):
     text = run(tmp_path, *small, "--eval_problems=0", "--sft_steps=1", "--steps=2",
-               "--eval_every=1")
+               "--eval_every=1", "--eval_data=/not/read.jsonl")
     assert "15 problems" in text and "pass@" not in text
     assert not os.path.exists(tmp_path / OUT / "heldout.jsonl")
     assert [row["phase"] for row in metrics(tmp_path / OUT)] == ["sft", "gtpo", "gtpo"]
