@@ -262,7 +262,7 @@ def restore(run, state):
                              "with the model that the run began with")
     if run.c.beta and model.lora and state["step"] > run.c.sft_steps and not state["reference"]:
         raise ValueError(f"{path}: beta={run.c.beta} needs the adapter as it was before RL, which "
-                         "a run that began with beta=0 has not kept; start another with --out=OTHER")
+                          "a run that began with beta=0 did not keep; start another: --out=OTHER")
     model.load_state_dict(state["model"], strict=False)  # it may hold an adapter alone
     try:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -295,8 +295,6 @@ def begin(run, changed):
     if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
-
-
     if compiles(run):
         run.say("compiling: the first steps of each kind take a minute or more")
         run.model.compile_layers()

@@ -10,9 +10,9 @@ import random
 import signal
 import socket
 import sys
-import weakref
 import threading
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -249,7 +249,7 @@ def tree(folder):
     return {path: open(path, "rb").read() for path in sorted(files)}
 
 
-# ---- counting memory and products ------------------------------------------------------------------
+# ---- counting memory and products ----------------------------------------------------------------
 
 class Watch(TorchDispatchMode):
     """Counts the matrix products made inside it, and `peak`, the most bytes that tensors took at

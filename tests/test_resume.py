@@ -1,9 +1,11 @@
 """train.py --resume: exact, or refused."""
+import os
 import shutil
 import signal
 
 import pytest
 
+import train
 from conftest import (OUT, checkpoint, largest_difference, learned, refused, rl_rows, run, stopped,
                       tree, write_rows)
 from data import held_out, load_problems
@@ -32,11 +34,22 @@ def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, 
         text = run(tmp_path, *flags, "--out=parts", code=128 + number)
     assert f"stopped after step {stop_after - 1}; the same command with --resume" in text
     assert checkpoint(tmp_path / "parts")["step"] == stop_after
-    assert f"resumed at step {stop_after}\n" in run(tmp_path, "--out=parts", "--resume", *flags)
+    text = run(tmp_path, "--out=parts", "--resume", *flags)
+    assert f"resumed at step {stop_after}\n" in text and "before   after" in text
     assert learned(tmp_path / "parts") == learned(tmp_path / "whole")
     ends = [checkpoint(tmp_path / name)["model"] for name in ("parts", "whole")]
     assert largest_difference(*ends) == 0
     assert not any("_orig_mod" in name for name in ends[0])
+
+
+def test_the_end_of_the_warm_up_is_kept(small, tmp_path, monkeypatch):
+    def sample(*arguments, **more):
+        raise ValueError("broken")
+    with monkeypatch.context() as m:
+        m.setattr(train, "sample", sample)
+        refused(tmp_path, [*small, "--sft_steps=2", "--steps=1", "--eval_problems=0"], "broken")
+    assert checkpoint(tmp_path / OUT)["step"] == 2
+    assert "resumed at step 2" in run(tmp_path, "--resume")
 
 
 def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(done):
@@ -57,14 +70,15 @@ def test_resume_without_a_checkpoint_starts_and_says_so(small, tmp_path):
 def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
     """The preset of then, or the defaults, silently took the place of what the run began with."""
     cwd, flags, _ = done
-    shutil.copytree(cwd / "out", tmp_path / "out")
-    (tmp_path / "preset.toml").write_text("group_size = 7\nsteps = 99\n")
-    text = run(tmp_path, "preset.toml", "--resume", "--steps=4", "--gamma=0.5", f"--out={OUT}")
+    shutil.copytree(cwd / OUT, tmp_path / "moved")
+    (tmp_path / "preset.toml").write_text("out = 'moved'\ngroup_size = 7\nsteps = 99\n")
+    text = run(tmp_path, "preset.toml", "--resume", "--steps=4", "--gamma=0.5")
     lines = text.split("resumed at step 5\n")[1].split("\n\n")[0].splitlines()
     assert lines == ["  steps is 4, it was 3", "  gamma is 0.5, it was 0.1"]
-    config = (tmp_path / OUT / "config.toml").read_text()
+    config = (tmp_path / "moved/config.toml").read_text()
     assert "group_size = 4\n" in config and "steps = 4\n" in config and "gamma = 0.5" in config
-    assert [row["step"] for row in rl_rows(tmp_path / OUT)] == [2, 3, 4, 5]
+    assert [row["step"] for row in rl_rows(tmp_path / "moved")] == [2, 3, 4, 5]
+    assert sorted(os.listdir(tmp_path)) == ["moved", "preset.toml"]
 
 
 def test_resume_refuses_what_would_be_another_run(done, tmp_path):
@@ -90,7 +104,7 @@ def test_a_kl_term_that_comes_late_is_refused_where_its_reference_is_lost(small,
         with stopped(2):
             run(tmp_path, *flags, *more, f"--out=a{len(more)}", code=143)
     run(tmp_path, "--out=a0", "--resume", "--beta=0.1")
-    refused(tmp_path, ["--out=a1", "--resume", "--beta=0.1"], "beta=0.1 needs the adapter as it was")
+    refused(tmp_path, ["--out=a1", "--resume", "--beta=0.1"], "needs the adapter as it was")
 
 
 def test_problems_held_out_of_a_file_are_kept_beside_the_run(done, small_folder):

@@ -8,13 +8,15 @@ import re
 import shutil
 import stat
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 import eval as ev
-import lib.training
+import model
 import train
 from conftest import (OUT, ROOT, assert_close_rows, checkpoint, largest_difference, learned,
                       metrics, refused, rl_rows, run, stopped, tree, weights, write_rows)
@@ -62,7 +64,7 @@ def test_the_command_line_of_users():
     c, _ = train.settings(["--name=x", "--algo", "grpo", "--resume", "--gamma=0.2"])
     assert (c.out, c.resume, c.gamma, c.conflict, c.scale, c.epsilon) == (
         "out/x", "yes", 0.2, False, "std", 0.2)
-    for name, instead in lib.training.GONE.items():
+    for name, instead in training.GONE.items():
         with pytest.raises(ValueError, match=f"--{name} is gone: {re.escape(instead)}"):
             train.settings([f"--{name}=1"])
         assert not hasattr(c, name)
@@ -101,9 +103,11 @@ def test_a_run_leaves_everything_it_promises(demo):
         assert 0 < row["mismatch"] < 1e-5  # what is sampled is what is scored
     assert sorted(os.listdir(out)) == ["ckpt.pt", "config.toml", "init", "lock", "metrics.jsonl",
                                        "model", "sft"]
-    assert checkpoint(out)["step"] == 7
-    init, sft, model = (weights(out / folder) for folder in ("init", "sft", "model"))
-    assert largest_difference(init, sft) > 1e-4 < largest_difference(sft, model)
+    assert [row["lr"] for row in rl_rows(out)] == pytest.approx([3e-4, 3e-4, 2.25e-4, 0.75e-4])
+    state = checkpoint(out)
+    assert state["step"] == 7 and state["optimizer"]["state"][0]["step"] == 4  # anew for RL
+    init, sft, last = (weights(out / folder) for folder in ("init", "sft", "model"))
+    assert largest_difference(init, sft) > 1e-4 < largest_difference(sft, last)
     assert sorted(os.listdir(out / "model")) == sorted(os.listdir(out / "init"))
 
 
@@ -179,6 +183,17 @@ def test_problems_without_a_solution_are_found_before_anything_is_written(small,
     run(tmp_path, *flags, "--sft_steps=0", "--steps=1")
 
 
+def test_a_model_without_an_end_token_is_refused(small, small_folder, tmp_path):
+    """All completions would be cut off."""
+    shutil.copytree(small_folder / "model", tmp_path / "model")
+    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token"),
+                      ("tokenizer_config.json", "chat_template")):
+        content = json.loads((tmp_path / "model" / name).read_text())
+        del content[key]
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    refused(tmp_path, [*small, f"--model={tmp_path}/model"], "no end token", "eos_token_id")
+
+
 def test_long_demonstrations_are_left_out_and_counted_on_the_screen(small, small_folder, tmp_path):
     tokenizer = Tokenizer.from_pretrained(small_folder / "model")
     problems, _ = held_out(load_problems(small_folder / "problems.jsonl"), 2)
@@ -195,9 +210,13 @@ KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
 
 
 @pytest.mark.parametrize("flags", [["--checkpointing"], ["--micro_tokens=40"]])
-def test_memory_can_be_saved_and_the_same_is_learned(done, small, tmp_path, flags):
+def test_memory_can_be_saved_and_the_same_is_learned(done, tmp_path, monkeypatch, flags):
+    calls = []
+    monkeypatch.setattr(model, "checkpoint", lambda layer, *arguments, **more:
+                        calls.append(1) or checkpointed(layer, *arguments, **more))
     cwd, start_flags, _ = done
     run(tmp_path, *start_flags, *flags)
+    assert bool(calls) == (flags == ["--checkpointing"])
     assert_close_rows(learned(tmp_path / OUT), learned(cwd / OUT))
     new, old = weights(tmp_path / OUT / "model"), weights(cwd / OUT / "model")
     assert largest_difference(new, old) < 1e-4
@@ -312,6 +331,19 @@ def test_plain_prompts_end_with_their_answer(small, small_folder, tmp_path, monk
     assert not any("</answer><|end|>" in text for text in answered)
 
 
+def test_every_group_of_one_question_is_another(small, tmp_path, monkeypatch):
+    """P63: four times the same question in a step, and again in the next: eight groups that differ;
+    a rerun repeats all, another seed none."""
+    write_rows(tmp_path / "one.jsonl", [{"question": "1+2?", "answer": "3"}] * 4)
+    groups = {}
+    for name in ("a", "b", "seed=1"):
+        seen = spy_on_prompts(monkeypatch)
+        run(tmp_path, *small, *RL, "--data=one.jsonl", "--steps=2", "--learning_rate=1e-30",
+            f"--out={name}", *(["--seed=1"] if name == "seed=1" else []))
+        groups[name] = [repr(ids.tolist()) for _, ids, _ in seen]
+    assert groups["a"] == groups["b"] and len(set(groups["a"] + groups["seed=1"])) == 16
+
+
 def write_template(folder, text):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ messages[-1].content }}" + text
@@ -389,3 +421,24 @@ def test_the_row_measures_and_the_picture_shows_what_was_used(small, tmp_path, m
     assert 0 < found["negative"][0] < 1 and 0 < found["negative"][1] < 8
     assert found["all"][:2] == (0, 8) and not found["all"][3]
     assert found["off"] == (0, 0, True, True) and found["grpo"] == (0, 0, False, True)
+
+
+def test_compilation_is_chosen_where_it_pays(monkeypatch):
+    """auto: on a GPU with all that it needs, for a model that is worth the wait."""
+    found = {"gcc": "/bin/gcc", "triton": object()}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", found.get)
+    monkeypatch.setattr(training.importlib.util, "find_spec", found.get)
+
+    def compiles(setting, device, million):
+        return training.compiles(SimpleNamespace(
+            c=SimpleNamespace(compile=setting), processes=SimpleNamespace(
+                device=torch.device(device)), say=lambda text: None,
+            model=torch.nn.Embedding(million * 1000, 1000, device="meta")))
+    assert [compiles(word, "cpu", 200) for word in ("yes", "no", "auto")] == [True, False, False]
+    assert [compiles(word, "cuda", 200) for word in ("yes", "no", "auto")] == [True, False, True]
+    assert not compiles("auto", "cuda", 1) and compiles("yes", "cuda", 1)
+    for missing in ("gcc", "triton"):
+        kept = found.pop(missing)
+        assert not compiles("auto", "cuda", 200)
+        found[missing] = kept
