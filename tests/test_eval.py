@@ -85,8 +85,8 @@ def test_maj_compares_spellings_not_answers(monkeypatch):
 # ---- figures from rows ---------------------------------------------------------------------------
 
 def rows_of(answers, finish="stop", **more):
-    return [ev.row_of(Problem("q", "1", **more), 0, j, "q", f"<answer>{answer}</answer>", 10, finish)
-            for j, answer in enumerate(answers)]
+    return [ev.row_of(Problem("q", "1", **more), 0, j, "q", f"<answer>{a}</answer>", 10, finish)
+            for j, a in enumerate(answers)]
 
 
 def tables(capsys, groups, n, problems, shape=(), name="d", k=""):
@@ -417,7 +417,8 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--k=0,1", "--k=0,1"), ("--n=-1", "n=-1"), ("--temperature=0", "--n=1"),
     ("--top_p=0", "top_p"), ("--device=abacus", "abacus"), ("--data=nowhere.jsonl", "nowhere"),
     ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
-    ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"), ("--few_shot=4", "system_prompt")])
+    ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
+    ("--few_shot=4", "system_prompt")])
 def test_wrong_usage_is_one_message(command, flags, says):
     code, out, err = command(*flags.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
