@@ -18,11 +18,10 @@ import torch
 
 import eval as ev
 from data import Problem
-from lib.arithmetic import write_byte_tokenizer
-from lib.hf import read_config
+from lib.arithmetic import make_tiny_model
 from lib.run import command as exit_code
 from model import GPT
-from sample import Samples
+from sample import Samples, pad
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 END = 0
@@ -85,10 +84,9 @@ def test_maj_compares_spellings_not_answers(monkeypatch):
 
 # ---- figures from rows ---------------------------------------------------------------------------
 
-def rows_of(answers, gold="1", index=0, finish="stop", level=None, subject=None):
-    problem = Problem("q", gold, level=level, subject=subject)
-    return [ev.row_of(problem, index, j, "q", f"<answer>{answer}</answer>" if answer else "", 10,
-                      finish) for j, answer in enumerate(answers)]
+def rows_of(answers, finish="stop", **more):
+    return [ev.row_of(Problem("q", "1", **more), 0, j, "q", f"<answer>{a}</answer>", 10, finish)
+            for j, a in enumerate(answers)]
 
 
 def tables(capsys, groups, n, problems, shape=(), name="d", k=""):
@@ -120,7 +118,7 @@ def test_table_tells_levels_but_not_a_single_subject(capsys):
     assert "d: 2 of 3 problems, 1 completions each" in shown
     assert re.search(r"\n  1 +1 +100\.0 ", shown) and re.search(r"\n  5 +1 +0\.0 ", shown)
     assert "subject" not in shown and "paper" not in shown and "cut off" not in shown
-    cut = [rows_of([None], finish="length", level=2)] * 2
+    cut = [rows_of([""], finish="length")] * 2
     assert "max_new_tokens=16 is too few" in tables(capsys, cut, 1, 2)
 
 
@@ -158,20 +156,18 @@ def script(monkeypatch):
     end token ends it), which obeys `stop`. -> list of the batches of prompts, as they come"""
     def scripted(write):
         def sample(model, prompts, G, L, temperature, top_p, eos_ids, noise, stop):
-            P, asked = len(prompts), ["".join(map(chr, prompt)) for prompt in prompts]
+            P, asked, rows, finished = len(prompts), [bytes(p).decode() for p in prompts], [], []
             batches.append(asked)
-            assert noise.shape == (P, G, L) and 0 <= noise.min() and noise.max() < 1
-            assert eos_ids == (END,) and not model.training
-            ids, mask = torch.zeros(P, G, L).long(), torch.zeros(P, G, L).bool()
-            finished = torch.zeros(P, G).bool()
+            assert noise.shape == (P, G, L) and eos_ids == (END,) and not model.training
             for p, g in itertools.product(range(P), range(G)):
                 text, ends = write(asked[p], noise[p, g].tolist())
-                codes = [ord(c) for c in text]
-                count = stop(codes) if stop else None
-                codes = codes + [END] * ends if count is None else codes[:count]
-                ids[p, g, :len(codes)], mask[p, g, :len(codes)] = torch.tensor(codes), True
-                finished[p, g] = ends or count is not None
-            return Samples(ids, mask, torch.zeros(P, G, L), torch.zeros(P, G, L), finished)
+                count = stop(list(text.encode())) if stop else None
+                rows.append([*text.encode(), *[END] * ends][:count])
+                finished.append(ends or count is not None)
+            ids, lengths = pad(rows)  # (P * G, longest)
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            shaped = (x.view(P, G, -1) for x in (ids, mask))
+            return Samples(*shaped, None, None, torch.tensor(finished).view(P, G))
 
         batches = []
         monkeypatch.setattr(ev, "sample", sample)
@@ -214,18 +210,14 @@ def test_evaluate_counts_by_hand(script):
              "b": [(wrong, True)] * 4}
     answers = {question: itertools.cycle(texts[question]) for question in texts}
     script(lambda prompt, noise: next(answers[prompt]))
-    result = evaluate([Problem("a", "7"), Problem("b", "7")])
+    problems = [Problem("a", "7", level=2, subject="s"), Problem("b", "7")]
+    result = evaluate(problems)
     tokens = [len(wrong), len(GOOD), len(BARE), 2] + [len(wrong)] * 4
     assert result.pop("seconds") >= 0 and result == pytest.approx({
         "problems": 2, "skipped": 0,
         "pass@1": 0.25, "pass@4": 0.5, "maj@1": 0.0, "maj@4": 0.5,  # a: votes 6 7 7 -
         "format": 6 / 8, "truncated": 1 / 8, "unreadable": 1 / 8, "tokens": sum(tokens) / 8})
-
-
-def test_a_row_has_all_that_was_said(script):
-    script(lambda prompt, noise: (GOOD, True))
-    _, row = rows_by_sampling([Problem("a", "7", level=2, subject="s")], n=2)
-    assert row == {
+    assert rows_by_sampling(problems)[1] == {
         "index": 0, "sample": 1, "question": "a", "gold": "7", "level": 2, "subject": "s",
         "prompt": "a", "completion": GOOD, "answer": "7", "correct": True, "formatted": True,
         "tokens": len(GOOD), "finish": "stop"}
@@ -302,22 +294,13 @@ def test_evaluate_leaves_random_states_and_mode_alone(script):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A random one-layer model with the byte tokenizer, whose vocabulary is the smaller one."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_byte_tokenizer(str(folder))
-    (folder / "config.json").write_text(json.dumps({
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 64}))
-    generator, model = torch.Generator().manual_seed(0), GPT(read_config(str(folder)))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.3 if p.ndim > 1 else p * 0 + 1)
-    model.save_pretrained(str(folder))
-    return str(folder)
+    folder = str(tmp_path_factory.mktemp("tiny") / "model")
+    make_tiny_model(folder, 0)
+    return folder
 
 
-SMALL = ["--data=p.jsonl", "--samples=4", "--max_new_tokens=6", "--system_prompt=", "--device=cpu"]
+SMALL = ["--data=p.jsonl", "--samples=4", "--max_new_tokens=6", "--max_prompt_tokens=30",
+         "--system_prompt=", "--device=cpu"]
 FILE = Path("o.jsonl")
 
 
@@ -346,7 +329,7 @@ def test_command_writes_completions_and_a_table(command):
     code, out, err = command("--batch_prompts=2")
     assert code == 0, err
     header, *rows = lines_of(FILE)
-    assert header["settings"]["data"]["p.jsonl"]["n"] == 4 and header["shape"] == ["llama", 16, 1]
+    assert header["settings"]["data"]["p.jsonl"]["n"] == 4 and header["shape"][0] == "llama"
     places = [*itertools.product(range(4), range(4)), (4, 0)]  # in order
     assert [(r["index"], r["sample"]) for r in rows] == places
     assert rows[-1]["finish"] == "skipped" and "problems skipped: 1," in out
@@ -434,7 +417,8 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--k=0,1", "--k=0,1"), ("--n=-1", "n=-1"), ("--temperature=0", "--n=1"),
     ("--top_p=0", "top_p"), ("--device=abacus", "abacus"), ("--data=nowhere.jsonl", "nowhere"),
     ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
-    ("--max_new_tokens=64", "64"), ("--preset=essay", "essay"), ("--few_shot=4", "system_prompt")])
+    ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
+    ("--few_shot=4", "system_prompt")])
 def test_wrong_usage_is_one_message(command, flags, says):
     code, out, err = command(*flags.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err

@@ -217,9 +217,6 @@ def test_report_tables(tmp_path, capsys):
     assert "above ln 2: grpo at 0.001 in 1 of 2." in text
 
 
-@pytest.mark.parametrize("text, says", [
-    ("", "compare makes them"), ('{"algorithm": "a"}\n', "r.jsonl:1: not a JSON object with algo")])
-def test_report_of_bad_results(tmp_path, text, says):
-    (tmp_path / "r.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=says):
+def test_report_of_no_results(tmp_path):
+    with pytest.raises(ValueError, match="compare makes them"):
         report.main([str(tmp_path / "r.jsonl")])

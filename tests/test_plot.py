@@ -41,7 +41,8 @@ def test_curves_come_from_the_eval_file(tmp_path):
     7 (a tie, seen first), maj@4 too. Problem 2: 0 of 4 right."""
     folder = write_run(tmp_path / "a", [step(0), {"step": 0, "phase": "eval", "pass@1": 0.9}])
     rows = [{"settings": {"data": {"toy": {"n": 4, "problems": 2}}}}]
-    for i, (answers, gold) in enumerate(((["7", "8", "8", "7"], "7"), (["1", "1", None, "2"], "3"))):
+    problems = (["7", "8", "8", "7"], "7"), (["1", "1", None, "2"], "3")
+    for i, (answers, gold) in enumerate(problems):
         rows += [dict(data="toy", index=i, sample=j, gold=gold, completion="", answer=answer,
                       correct=answer == gold, formatted=True, tokens=3, finish="stop")
                  for j, answer in enumerate(answers)]
