@@ -163,10 +163,9 @@ def build_prompt(tokenizer, problem, system_prompt=SYSTEM_PROMPT, prompt_style="
                  template_variables=None):
     """
     Token ids (T,) of the prompt for a Problem, or for a question as text; the completion starts
-    right behind. prompt_style "chat": the chat template (which also gets template_variables) with a
-    system turn, none when system_prompt is "", and a user turn; "plain", for base models: the
-    tokenizer's bos_ids if it has any, system prompt and question, just the question when
-    system_prompt is ""; "auto": chat if there is a template. A problem's own messages take the
+    right behind. prompt_style "chat": the chat template, which also gets template_variables, with a
+    system turn (none when system_prompt is "") and a user turn; "plain", for base models: system
+    prompt and question; "auto": chat if there is a template. A problem's own messages take the
     place of both turns. The texts never become control tokens. ValueError for an unknown style,
     "chat" without a template, or what the template refuses.
     """
@@ -197,9 +196,8 @@ def encode_prompts(tokenizer, problems, max_prompt_tokens, system_prompt=SYSTEM_
                    prompt_style="auto", template_variables=None):
     """
     ([(problem, prompt_ids)], number skipped). A prompt of more than max_prompt_tokens ids, template
-    included, is skipped and counted, never cut. So is, before encoding, a problem of more than 64
-    characters per allowed token: no tokenizer makes so few tokens of ordinary text, and a row of a
-    million spaces must not hang the run.
+    included, is skipped and counted, never cut. So is, before encoding, one of more than 64
+    characters per allowed token: a row of a million spaces must not hang the run.
     """
     kept = []
     for p in problems:

@@ -40,13 +40,6 @@ def test_by_hand():
     assert (by["99+91?"].solution, by["99+91?"].answer) == ("9+1=10;9+9+1=19", "190")
 
 
-def test_length_of_completions():
-    """About 31 tokens with the end token, where `< </ reason ing answer >` are one token each."""
-    lengths = [len(re.findall(r"</|reason|ing|answer|.", demonstration(p))) + 1
-               for p in load_problems("arithmetic")]
-    assert 30 < sum(lengths) / len(lengths) < 32 and max(lengths) <= 33
-
-
 def test_imperfect_demonstrations_have_the_shares_they_state():
     """45% wrong answers, 25% broken tags, independent; a wrong answer follows from a wrong step."""
     problems, rng = load_problems("arithmetic")[:2000], random.Random(7)

@@ -178,9 +178,7 @@ def test_plain_end(text, kept):
     assert set(first) <= {end}
 
 
-@pytest.mark.parametrize("prompt, thought", [
-    ("<|assistant|><think>\n", "<think>\n"), ("a</think><think>", "<think>"),
-    ("<|assistant|><think>\n\n</think>\n\n", ""), ("Think in <think> tags.<|assistant|>", ""),
-    ("<think></think>", ""), ("", "")])
-def test_open_thought(prompt, thought):
-    assert data.open_thought(prompt) == thought
+def test_open_thought():
+    for prompt, thought in (("<|user|>q<think>\n", "<think>\n"), ("a</think><think>", "<think>"),
+                            ("<think>\n\n</think>\n", ""), ("Think in <think> tags.", "")):
+        assert data.open_thought(prompt) == thought

@@ -111,7 +111,7 @@ def test_a_new_adapter_changes_nothing_and_trains_alone():
         add_lora(model, 3)
 
 
-def test_a_reference_from_a_checkpoint_comes_to_the_models_device():
+def test_a_reference_comes_to_the_models_device():
     """Regression: after a resume the reference stayed on the CPU, and a run on a GPU ended."""
     model = GPT.from_pretrained(BASE, adapter=ADAPTER)
     stored = {n: p.detach().double() for n, p in model.named_parameters() if "lora_" in n}
