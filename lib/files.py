@@ -40,8 +40,6 @@ def check_folder(folder):
     folder = os.fspath(folder)
     if os.path.isdir(folder):
         return
-    if os.path.exists(folder):
-        raise FileNotFoundError(f"{folder}: no such folder but a file; give its folder")
     name = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
     if not name:
         raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format")
@@ -77,23 +75,33 @@ def read_jsonl(path, needs=()):
     return rows
 
 
-def write_whole(path, write, mode="w"):
-    """write(file), beside the path, flushed to the disk, then renamed: what stood there stays
-    until the new file is whole. Its mode is 0666 less the umask. OSError says what went wrong."""
-    path = os.fspath(path)
+@contextlib.contextmanager
+def beside(path):
+    """The name of a new file beside `path`. When it is written it is flushed to the disk and
+    renamed: what stood there stays until then. Its mode is 0666 less the umask. OSError says what
+    went wrong."""
+    new = os.fspath(path) + ".tmp"
     try:
-        with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
-            write(f)
-            f.flush()
+        yield new
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(new, 0o666 & ~umask)  # safetensors makes files that only their owner can read
+        with open(new, "rb") as f:
             os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
+        os.replace(new, path)
     except (OSError, RuntimeError) as e:
         with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
+            os.remove(new)
         while e.__context__ and not isinstance(e, OSError):  # torch.save hides it in a RuntimeError
             e = e.__context__
         raise OSError(f"{path}: could not be written ({e}); what stood there before is "
                       "untouched") from None
+
+
+def write_whole(path, write, mode="w"):
+    """write(file), into a file beside the path that then takes its place."""
+    with beside(path) as new, open(new, mode, encoding=None if "b" in mode else "utf-8") as f:
+        write(f)
 
 
 def nearest(name, known):
