@@ -17,7 +17,7 @@ the tags). `python rewards.py` prints a table of hard cases.
 """
 import re
 
-from lib.grading import answers_equal, is_empty, last_boxed, unboxed
+from lib.grading import answers_equal, is_empty, last_boxed, print_table, unboxed
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -95,5 +95,4 @@ def extract_answer(text):
 
 
 if __name__ == "__main__":
-    from lib.hard_cases import print_table
     print_table()

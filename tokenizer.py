@@ -14,16 +14,15 @@ import re
 import unicodedata
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 
-from lib.chat import ChatTemplate, any_of, hide_text, read_templates, turn_end
+from lib.chat import ChatTemplate, any_of, hide_text, read_template, turn_end
 from lib.files import check_model_folder, read_json
 from lib.pieces import pieces, read_cuts, steps
 
 # Files that make a tokenizer; an adapter's folder that has one of them brings its own tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-         "chat_template.jinja", "chat_template.json")
+         "chat_template.jinja")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # The byte-level alphabet (GPT-2): every byte is written as one visible character, itself or else
@@ -31,8 +30,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 HIDDEN = [b for b in range(256) if b not in VISIBLE]
 ALPHABET = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
-# 0xFFFF: not in the alphabet
-BYTE_OF = dict.fromkeys(range(256), 0xFFFF) | {ord(c): b for b, c in ALPHABET.items()}
+BYTE_OF = {c: b for b, c in ALPHABET.items()}
 
 # HF normalizes by Unicode 9, in which these newer marks and compositions do nothing.
 NEWER_MARKS = re.compile(
@@ -48,12 +46,8 @@ SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
 
 
 def to_bytes(name):
-    """The bytes that a token of the vocabulary stands for; None when it is not written in the
-    byte-level alphabet."""
-    try:
-        return name.translate(BYTE_OF).encode("latin-1")
-    except UnicodeEncodeError:
-        return None
+    """The bytes of a token of the vocabulary; None when it is not in the byte-level alphabet."""
+    return bytes(BYTE_OF[c] for c in name) if BYTE_OF.keys() >= set(name) else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -62,75 +56,32 @@ def to_bytes(name):
 def refuse_other_kinds(spec):
     """ValueError for a model that is no byte-level BPE, with what to take instead."""
     model = spec["model"]
-    kind = model.get("type", "Unigram" if "unk_id" in model else "BPE")
-    signs = [kind] if kind == "Unigram" else []
-    signs += ["byte_fallback"] if model.get("byte_fallback") else []
-    for part in ("pre_tokenizer", "decoder"):
-        found = steps(spec.get(part), part.replace("_", "") + "s")
-        signs += [f"{part} Metaspace" for step in found if step["type"] == "Metaspace"]
-    if signs:
+    kind = model.get("type", "BPE" if "merges" in model else "Unigram")
+    cuts = [step["type"] for step in steps(spec.get("pre_tokenizer"), "pretokenizers")]
+    if kind == "Unigram" or model.get("byte_fallback") or "Metaspace" in cuts:
         raise ValueError(
-            f"a SentencePiece tokenizer ({', '.join(signs)}), like that of Llama 2, TinyLlama, "
-            "Mistral 7B, Yi or Gemma: only byte-level BPE is read; take a model that has one, for "
-            "example Llama 3.x, Qwen2.5, Qwen3 or SmolLM2")
-    if kind != "BPE":
-        raise ValueError(f"model type {kind}: only byte-level BPE is read")
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(option):
-            raise ValueError(f"model.{option} is {model[option]!r}: tiktoken has no such thing")
-    others = [s["type"] for s in steps(spec.get("decoder"), "decoders") if s["type"] != "ByteLevel"]
-    if others:
-        raise ValueError(f"decoder {others[0]}: not that of a byte-level BPE")
+            "a SentencePiece tokenizer, like that of Llama 2, TinyLlama, Mistral 7B, Yi or Gemma: "
+            "only byte-level BPE is read; take a model that has one, for example Llama 3.x, "
+            "Qwen2.5, Qwen3 or SmolLM2")
+    options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    odd = [f"{option} {model[option]!r}" for option in options if model.get(option)]
+    if kind != "BPE" or odd:
+        raise ValueError(f"model {', '.join([kind, *odd])}: only plain byte-level BPE is read")
 
 
-def run_merges(tokens, byte_ids, merges):
-    """Runs the merges on the bytes of every token as HF does: the adjacent pair of lowest merge
-    index first, then the leftmost.
-
-    tokens: N byte strings; byte_ids (256,): id of each byte, -1 for none; merges (M, 3): ids left,
-    right, product. Returns (N,) the index of the last merge, and (N,) the number of parts that are
-    left: 1 for a token that the merges build.
-    """
-    none, base = len(merges), int(merges.max(initial=0)) + 1
-    keys = merges[:, 0] * base + merges[:, 1]  # (M,)
-    # of a pair that is listed twice HF takes the last; index -1 answers for keys below the first
-    order = np.argsort(keys, kind="stable")
-    keys, order = np.append(keys[order], -1), np.append(order, none)
-    lengths = np.array([len(t) for t in tokens], int)  # (N,)
-    last, left_over = np.full(len(tokens), -1), lengths.copy()  # (N,)
-    # (P,) the parts of all tokens, one after the other, and the tokens that own them
-    parts = byte_ids[np.frombuffer(b"".join(tokens), np.uint8)]
-    owner = np.repeat(np.arange(len(tokens)), lengths)
-    while len(parts):
-        right, same = np.append(parts[1:], -1), owner == np.append(owner[1:], -1)
-        key = np.where(same & (parts >= 0) & (right >= 0), parts * base + right, -2)  # (P,)
-        at = np.searchsorted(keys[:-1], key, side="right") - 1
-        # (P,) the merge of a part with its right neighbour, and (N,) the first one of each token
-        merge = np.where(keys[at] == key, order[at], none)
-        best = np.full(len(tokens), none)
-        np.minimum.at(best, owner, merge)
-        hit = np.flatnonzero((merge == best[owner]) & (merge < none))
-        hit = hit[np.diff(owner[hit], prepend=-1) != 0]  # the leftmost of each token
-        last[owner[hit]] = merge[hit]
-        left_over[owner[hit]] -= 1
-        parts[hit] = merges[merge[hit], 2]
-        keep = best[owner] < none  # the other tokens have nothing left to merge
-        keep[hit + 1] = False
-        parts, owner = parts[keep], owner[keep]
-    return last, left_over
-
-
-def read_merges(model):
-    """The merges as (M, 3) ids: left, right, product."""
-    vocab, merges = model["vocab"], []
-    for i, pair in enumerate(model["merges"]):
-        try:
-            left, right = pair.split(" ") if isinstance(pair, str) else pair
-            merges.append((vocab[left], vocab[right], vocab[left + right]))
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"model.merges[{i}] is {pair!r}: expected 'A B' or ['A', 'B'], with "
-                             "A, B and AB in the vocabulary") from None
-    return np.array(merges, np.int64).reshape(-1, 3)
+def run_merges(name, merges):
+    """Merges the characters of a token as HF does: the adjacent pair of lowest index first, then
+    the leftmost. merges: {(left, right): index}. Returns the index of the last merge, and the
+    number of parts that are left: 1 for a token that the merges build."""
+    parts, last, none = list(name), -1, float("inf")
+    while len(parts) > 1:
+        found = [merges.get(pair, none) for pair in zip(parts, parts[1:])]
+        first = min(found)
+        if first == none:
+            break
+        last, i = first, found.index(first)
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return last, len(parts)
 
 
 def read_bpe(spec, token_bytes, added, pattern):
@@ -147,22 +98,22 @@ def read_bpe(spec, token_bytes, added, pattern):
     are not text.
     """
     model, vocab = spec["model"], spec["model"]["vocab"]
-    ids = vocab.values()
-    if not all(type(i) is int and 0 <= i < 2**31 for i in ids) or len(set(ids)) < len(vocab):
-        raise ValueError("model.vocab: every token needs an id of its own, a whole number from 0")
-    names = [n for n in vocab if len(n) > 1 and n not in added and n in token_bytes]
-    tokens = [token_bytes[name] for name in names]
-    byte_ids = np.array([vocab.get(ALPHABET[b], -1) for b in range(256)])
-    last, left_over = run_merges(tokens, byte_ids, read_merges(model))
-    ranked = [i for i in np.argsort(last, kind="stable") if left_over[i] == 1]
-    if model.get("ignore_merges"):
-        if len(bad := np.flatnonzero(left_over == 2)):
-            raise ValueError(f"{len(bad)} tokens such as {names[bad[0]]!r} are not built by the "
-                             "merges, but tiktoken would build them")
-        ranked += list(np.flatnonzero(left_over > 2))
+    # written "A B" or ["A", "B"]; of a pair that is listed twice HF takes the last
+    merges = {tuple(pair.split(" ") if isinstance(pair, str) else pair): i
+              for i, pair in enumerate(model["merges"])}
+    built, other = [], []
+    for name in vocab:
+        if len(name) > 1 and name not in added and name in token_bytes:
+            last, parts = run_merges(name, merges)
+            if parts == 2 and model.get("ignore_merges"):
+                raise ValueError(f"the token {name!r} is not built by the merges, but tiktoken "
+                                 "would build it")
+            built += [(last, name)] if parts == 1 else []
+            other += [name] if parts > 1 and model.get("ignore_merges") else []
+    ranked = [name for _, name in sorted(built)] + other
     ranks = {bytes([b]): b for b in range(256)}
-    ranks |= {tokens[i]: 256 + r for r, i in enumerate(ranked)}
-    ids = [None if i < 0 else int(i) for i in byte_ids] + [vocab[names[i]] for i in ranked]
+    ranks |= {token_bytes[name]: 256 + r for r, name in enumerate(ranked)}
+    ids = [vocab.get(ALPHABET[b]) for b in range(256)] + [vocab[name] for name in ranked]
     try:
         encoding = tiktoken.Encoding("hf", pat_str=pattern, mergeable_ranks=ranks,
                                      special_tokens={})
@@ -177,20 +128,15 @@ def read_added(spec):
     highest = len(vocab) - 1
     for token in spec.get("added_tokens") or []:
         content = token["content"]
-        if token.get("single_word") or not content:
-            raise ValueError(f"added token {token}: single_word and empty tokens are not supported")
+        if token.get("single_word"):
+            raise ValueError(f"added token {content!r}: single_word is not supported")
         # HF numbers them itself, in this order, whatever the file says
         expected = vocab.get(content, highest + 1)
-        if token["id"] != expected or content in added:
+        if token["id"] != expected:
             raise ValueError(f"added token {content!r} has id {token['id']}, "
                              f"but HF gives it {expected}")
         highest = max(highest, expected)
         added[content] = token
-    if any(t.get("lstrip") or t.get("rstrip") for t in added.values()):
-        forms = {step["type"] for step in steps(spec.get("normalizer"), "normalizers")}
-        if forms & {"NFKC", "NFKD"} or any(re.search(r"\s", content) for content in added):
-            raise ValueError("added tokens with lstrip or rstrip are not supported beside NFKC, "
-                             "NFKD, or an added token with white space in it")
     return added
 
 
@@ -264,6 +210,7 @@ class Tokenizer:
                              "are supported")
         self._bytes = {i: token_bytes.get(name) or name.encode() for name, i in vocab.items()}
         self._bytes |= {t["id"]: content.encode() for content, t in self.added.items()}
+        self._id_of = vocab | {content: t["id"] for content, t in self.added.items()}
         self.vocab_size = max(self._bytes, default=-1) + 1
         # HF looks for added tokens twice: for those not "normalized" in the text as it is, then
         # for the others in the normalized text.
@@ -277,41 +224,43 @@ class Tokenizer:
         self._rstrip = {t["id"] for t in self.added.values() if t.get("rstrip")}
 
     def _read_config(self):
-        """The named tokens, eos_ids, pad_id and chat templates, from the other files."""
+        """The named tokens, eos_ids, pad_id and the chat template, from the other files."""
         names = ("special_tokens_map.json", "tokenizer_config.json", "generation_config.json",
                  "config.json")
         old, config, generation, model = (read_json(self._find(name), {}) for name in names)
-        named = {n: t.get("content") if isinstance(t, dict) else t
-                 for n, t in {**old, **config}.items() if n in NAMED}
-        named = {n: t for n, t in named.items() if t is not None}
-        for name, token in named.items():
-            if not isinstance(token, str):
-                raise ValueError(f"{self.folder}: {name} is {token!r}: expected the text of a "
-                                 "token")
-        id_of = {token: i for i, token in self._bytes.items()}
-        token_ids = {n: id_of.get(t.encode(), t) for n, t in named.items() if t}
+        tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in (old | config).items()
+                  if n in NAMED and t}
 
-        def ids(key, value):
-            """A list of ids from an id, a list of ids, or None."""
-            found = [] if value is None else value if isinstance(value, list) else [value]
-            if any(type(i) is not int or i < 0 for i in found):
-                raise ValueError(f"{self.folder}: {key} is {value!r}: expected an id, a list of "
-                                 "ids, or a token of tokenizer.json")
+        def named(name):
+            """The id of a named token, in a list; [] if there is none."""
+            if name not in tokens:
+                return []
+            if not isinstance(tokens[name], str) or tokens[name] not in self._id_of:
+                raise ValueError(f"{self.folder}: {name} is {tokens[name]!r}, which is no token of "
+                                 "tokenizer.json")
+            return [self._id_of[tokens[name]]]
+
+        def listed(key, config):
+            """The ids that a file gives: one, several, or none."""
+            found = config.get(key)
+            found = found if isinstance(found, list) else [] if found is None else [found]
+            if not all(type(i) is int and i >= 0 for i in found):
+                raise ValueError(f"{self.folder}: {key} is {config[key]!r}: expected an id or a "
+                                 "list of ids")
             return found
 
-        own = ids("eos_token", token_ids.get("eos_token"))
-        eos = [i for c in (generation, model) for i in ids("eos_token_id", c.get("eos_token_id"))]
-        sources = next((s for f in self._folders if (s := read_templates(f))), {})
-        self._template = ChatTemplate(self.folder, sources, named)
-        self.has_chat_template = bool(sources)
-        turn = turn_end(self._template, self._parts) if sources else None
+        template = next((t for f in self._folders if (t := read_template(f))), None)
+        self._template = ChatTemplate(self.folder, template, tokens)
+        self.has_chat_template = bool(template)
+        own = named("eos_token")
+        eos = listed("eos_token_id", generation) + listed("eos_token_id", model) + own
+        turn = turn_end(self._template, self._parts) if template else None
         special = {t["id"] for t in self.added.values() if t.get("special")}
-        special -= {*self.bos_ids, token_ids.get("bos_token")}
-        end = [turn] if turn in eos + own or turn in special else []
-        self.eos_ids = tuple(dict.fromkeys(eos + own + end))
+        special -= {*self.bos_ids, self._id_of.get(tokens.get("bos_token"))}
+        end = [turn] if turn in eos or turn in special else []
+        self.eos_ids = tuple(dict.fromkeys(eos + end))
         self.eos_id = [*end, *own, *eos, None][0]  # the one that a demonstration ends with
-        self.pad_id = [*ids("pad_token", token_ids.get("pad_token")),
-                       *ids("pad_token_id", model.get("pad_token_id")), *self.eos_ids, 0][0]
+        self.pad_id = [*named("pad_token"), *listed("pad_token_id", model), *self.eos_ids, 0][0]
 
     def _normalize(self, text):
         for form in self._forms:

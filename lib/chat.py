@@ -1,36 +1,18 @@
 """The chat template of a folder: found, run in a sandbox, and its markers kept apart from data.
 
-A template is a program that came with a model. It is run as in transformers, but with bounds on
-what it may compute. Text of the messages never becomes a control token: `hide_text` shows which
-characters of a rendered chat are the messages' own.
+A template is a program that came with a model; it is run as in transformers. Text of the messages
+never becomes a control token: `hide_text` shows which characters of a rendered chat are the
+messages' own.
 """
 import datetime
 import itertools
 import json
 import re
-import sys
-from pathlib import Path
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lib.files import read_json
-
-# Lines that a template may execute; a long chat takes some thousands.
-TEMPLATE_STEPS = 3_000_000
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses 9**9**9 and 'x' * 10**10 too: one such step would keep the machine busy for good."""
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context, operator, left, right):
-        def size(x):
-            return abs(x) if isinstance(x, int) else len(x) if hasattr(x, "__len__") else 1
-
-        if operator == "**" or size(left) * size(right) > 10**7:
-            raise SecurityError(f"the template computes a huge or unbounded {operator}")
-        return super().call_binop(context, operator, left, right)
 
 
 def compile_template(source):
@@ -42,11 +24,11 @@ def compile_template(source):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
 
-    # {% generation %} marks what the assistant says, for those who want a mask; here its content
-    # is all that matters
+    # {% generation %} marks what the assistant says; here its content is all that matters
     source = re.sub(r"(\{%-?\s*)generation(?=\s*-?%\})", r"\1if true", source)
     source = re.sub(r"(\{%-?\s*)endgeneration(?=\s*-?%\})", r"\1endif", source)
-    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                        extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = tojson  # jinja's own filter escapes HTML
     env.globals["raise_exception"] = raise_exception
     # Llama 3's default date: ids must not depend on the day
@@ -54,91 +36,45 @@ def compile_template(source):
     return env.from_string(source)
 
 
-def run_limited(function):
-    """Calls function, with a ValueError after TEMPLATE_STEPS lines: nested loops must end."""
-    left, before = TEMPLATE_STEPS, sys.gettrace()
-
-    def count(frame, event, arg):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ValueError(f"stopped after {TEMPLATE_STEPS} steps: the template is endless "
-                             "or far too slow")
-        return count
-
-    sys.settrace(count)
-    try:
-        return function()
-    finally:
-        sys.settrace(before)
-
-
-def read_templates(folder):
-    """The chat templates of a folder by name, {} if it has none: chat_template.jinja, else
-    tokenizer_config.json, else chat_template.json."""
+def read_template(folder):
+    """The chat template of a folder, None if it has none: chat_template.jinja, else that of
+    tokenizer_config.json; the default one where there are several."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
     template = read_json(folder / "tokenizer_config.json", {}).get("chat_template")
-    if not template:
-        template = read_json(folder / "chat_template.json", {}).get("chat_template")
-    try:
-        if (file := folder / "chat_template.jinja").exists():
-            template = file.read_text(encoding="utf-8")
-        if isinstance(template, str):
-            return {"default": template}
-        return {t["name"]: t["template"] for t in template or []}
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder}: chat_template is neither a text nor a list of named "
-                         f"templates: {error!r}") from None
+    if isinstance(template, list):
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    return template
 
 
 class ChatTemplate:
-    """The templates of a folder.
+    """A chat template; source None: there is none.
 
-    sources: {name: text}; named: tokens that a template may write, {"bos_token": "<s>", ...}.
+    folder: named in messages; named: tokens that a template may write, {"bos_token": "<s>", ...}.
     """
 
-    def __init__(self, folder, sources, named):
-        self.folder, self.sources, self.named, self.compiled = folder, sources, named, {}
+    def __init__(self, folder, source, named):
+        self.folder, self.source, self.named, self.compiled = folder, source, named, None
 
     def render(self, messages, add_generation_prompt=True, **variables):
         """The text of a chat. ValueError without a template, or when it refuses or fails."""
-        if not self.sources:
+        if not self.source:
             raise ValueError(f"{self.folder}: no chat template (chat_template in "
                              "tokenizer_config.json, or chat_template.jinja)")
-        if not isinstance(messages, (list, tuple)) or not all(
-                isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise ValueError("chat messages must be a list of dicts with role and content, "
-                             f"got {messages!r:.200}")
-        name = "tool_use" if variables.get("tools") and "tool_use" in self.sources else "default"
-        if name not in self.sources:
-            raise ValueError(f"{self.folder}: has chat templates {sorted(self.sources)}, "
-                             "but no default one")
+        # as in transformers: a content that is None is no content
+        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         given = {"tools": None, "documents": None, **self.named,
                  "add_generation_prompt": add_generation_prompt, **variables}
-        # as transformers: a content that is None is no content
-        messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
-            return self._run(name, messages, given)
+            self.compiled = self.compiled or compile_template(self.source)
+            return self.compiled.render(given, messages=messages)
         except Exception as error:  # a template is a program, it can fail in any way
             reason = str(error) or type(error).__name__
-            if self._refuses_system(name, messages, given):
-                reason += '; it takes these messages without the system turn: --system_prompt=""'
+            # it says no by raise_exception, which is a TemplateError and no kind of it
+            if type(error) is jinja2.TemplateError and any(m["role"] == "system" for m in messages):
+                reason += '; if it takes no system turn, give --system_prompt=""'
             raise ValueError(f"{self.folder}: chat template: {reason}") from error
-
-    def _run(self, name, messages, given):
-        if name not in self.compiled:
-            self.compiled[name] = compile_template(self.sources[name])
-        return run_limited(lambda: self.compiled[name].render(given, messages=messages))
-
-    def _refuses_system(self, name, messages, given):
-        """Whether messages that failed would not without their system turn."""
-        others = [m for m in messages if m["role"] != "system"]
-        if len(others) in (0, len(messages)):
-            return False
-        try:
-            self._run(name, others, given)
-        except Exception:
-            return False
-        return True
 
 
 QUESTION, ANSWER = "gtpoquestion", "gtpoanswer"
@@ -207,14 +143,11 @@ def hide_text(render, messages, tokens):
     texts = []
     plain = changed(lambda n, s: texts.append(s) or s)
     characters, used = set().union(*texts), set().union(plain, *texts, *tokens)
-    private = itertools.chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-    private = (chr(c) for c in private if chr(c) not in used)
-    mark = next(private, "")
+    private = (chr(c) for c in range(0xF0000, 0xFFFFE) if chr(c) not in used)
+    mark = next(private)
     hidden = {ord(c): p for c, p in zip(sorted(characters), private)}
-    if len(hidden) < len(characters):
-        raise ValueError("the messages use up the private characters of Unicode")
-    back = {ord(p): chr(c) for c, p in hidden.items()}
     visible = {c: p for c, p in hidden.items() if not chr(c).isspace()}
+    back = {ord(p): chr(c) for c, p in hidden.items()}
 
     def attempt(change, left=()):
         """The text with private characters, None when something else changed."""

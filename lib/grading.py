@@ -6,17 +6,14 @@ When are two answers equal? Exactly: as normalised text, or as rational numbers.
     last_boxed(text)             the content of the last \boxed{...}, or None
 
 No text is ever evaluated: digits are read into fractions.Fraction; nothing is summed, multiplied
-out or solved. Time is linear in the length of the text (what is longer than LONGEST is not parsed).
-A doubtful answer is refused: paying for wrong answers does more harm than missing an odd spelling
-of a right one.
+out or solved. Time is linear in the length of the text. A doubtful answer is refused: paying for
+wrong answers does more harm than missing an odd spelling of a right one.
 
-An answer goes through one pipeline:
     clean   wrappers, units, currency and spacing go, each thing gets one spelling: the same rules
             for prediction and gold
     parse   into lists, alternatives, tuples, intervals, sets, unions, matrices, relations; at the
             bottom sums of terms (text, Fraction)
     same    compares the two trees
-`python rewards.py` prints hard cases (lib/hard_cases.py).
 """
 import re
 from fractions import Fraction
@@ -29,34 +26,11 @@ DEEPEST = 12    # nested brackets; what lies deeper is compared as text
 # --------------------------------------------------------------------------------------------------
 # find the boxed answer
 
-HAS_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 # group 1: the brace of \boxed{, group 2: the 2 of `\boxed 2`
-BOX = re.compile(r"\\?" + HAS_BOX.pattern + r"(?:\s*(\{)|\s+([^\s{}$\\]+))?|\\.|[{}]", re.S)
+BOX = re.compile(r"\\?\\(?:boxed|fbox)(?![a-zA-Z])(?:\s*(\{)|\s+([^\s{}$\\]+))?")
 # what may stand between two boxes of one answer, e.g. `, and x = `
 BETWEEN = re.compile(r"(?:[a-z]+ )?(?:[,;]|,? ?(?:and|or)(?![a-z]))? ?"
                      r"(?:[a-zA-Z](?:_\{?[0-9]\}?)? ?= ?)?")
-
-
-def boxes(text):
-    """The boxes of a text that hold something, the inner one of nested ones: (begin, end, content)
-    each; and where the last one begins that is not finished, -1 if all are."""
-    found, unfinished = [], -1
-    opened = []  # for each open brace: where its box and the box's content begin, or None
-    for m in BOX.finditer(text):
-        if m[2]:
-            found.append((m.start(), m.end(), m[2].rstrip(".,;")))
-        elif m[1] or m[0] == "{":
-            opened.append((m.start(), m.end()) if m[1] else None)
-        elif m[0] == "}" and opened:
-            begin, inside = opened.pop() or (None, None)
-            if begin is None or found and found[-1][0] > begin:
-                continue
-            content = text[inside:m.start()].strip()
-            if content:
-                found.append((begin, m.end(), content))
-        elif HAS_BOX.search(m[0]):
-            unfinished = m.start()
-    return found, max([unfinished] + [box[0] for box in opened if box])
 
 
 def last_boxed(text):
@@ -64,27 +38,39 @@ def last_boxed(text):
     inner one of nested ones. None if there is none, or if the last one is not finished: no earlier
     one is taken instead. Boxes side by side, with a comma, `and` or `or` between them, are one
     answer: \\boxed{1} and \\boxed{2} is `1, 2`."""
-    found, unfinished = boxes(text) if HAS_BOX.search(text) else ([], -1)
-    if not found or unfinished > found[-1][0]:
-        return None
-    contents, word = [found[-1][2]], ", "
-    for (_, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1]):
-        gap = text[end:begin]
-        if len(gap) >= 60 or "\n" in gap:
-            break
-        gap = " ".join(re.sub(r"\\q?quad|\\[,;: ()]|\\text|[{}$ ]+", " ", gap).split())
-        if not BETWEEN.fullmatch(gap):
-            break
+    opened, closes = [], {}  # where open braces begin; where they close
+    for m in re.finditer(r"\\.|[{}]", text, re.S):
+        if m[0] == "{":
+            opened.append(m.end())
+        elif m[0] == "}" and opened:
+            closes[opened.pop()] = m.start()
+    contents, word, behind = [], ", ", len(text)
+    for m in reversed(list(BOX.finditer(text))):
+        end = closes.get(m.end()) if m[1] else m.end() if m[2] else None
+        if end is None and not contents:
+            return None  # not finished
+        if end is None or contents and end > behind:
+            continue
+        content = m[2].rstrip(".,;") if m[2] else text[m.end():end].strip()
+        if not content:
+            continue
+        if contents:
+            gap = text[end + bool(m[1]):behind]
+            words = re.sub(r"\\q?quad|\\[,;: ()]|\\text|[{}$ ]+", " ", gap).split()
+            if len(gap) >= 60 or "\n" in gap or not BETWEEN.fullmatch(" ".join(words)):
+                break
+            word = " or " if "or" in words else word
         contents.append(content)
-        if re.search(r"\bor\b", gap):
-            word = " or "
+        behind = m.start()
+    if not contents:
+        return None
     return word.join(contents[::-1]) if len(set(contents)) > 1 else contents[0]
 
 
 def unboxed(text):
     """The answer in a text that is nothing but an answer: what its last box holds, all of it when
     it has no box. None: an empty text, an empty or unfinished box."""
-    return last_boxed(text) if HAS_BOX.search(text) else text.strip() or None
+    return last_boxed(text) if BOX.search(text) else text.strip() or None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -110,18 +96,8 @@ THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 END = r"(?= ?(?:[,;∨)\]⦄=<>≤≥≈]|$))"  # where an element of an answer ends
 
 
-def repeating(whole, start, period):
-    """0.1\\overline{6} is \\frac{15}{90}."""
-    top = int(whole + start + period) - int(whole + start or 0)
-    return f"\\frac{{{top}}}{{{'9' * len(period)}{'0' * len(start)}}}"
-
-
-def compiled(*rules):
-    return [(re.compile(pattern), to) for pattern, to in rules]
-
-
 # The rules go in this order; white space has become single blanks.
-BEFORE_UNITS = compiled(
+BEFORE_UNITS = (
     (r"</?answer>", ""),
     (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
     (r"\\q?quad", " "),
@@ -152,7 +128,7 @@ BEFORE_UNITS = compiled(
 # 5 cm, $5/day, 5 \text{ apples}
 UNIT = re.compile(r"(?<=[0-9}π])( ?/? ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))"
                   r"( ?\^ ?\{?[23]\}?)?" + END)
-AFTER_UNITS = compiled(
+AFTER_UNITS = (
     (r"\\text\{([^{}]*)\}", r" \1 "),  # \text{Even} -> Even
     # sqrt(3) -> \sqrt{3}
     (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -168,8 +144,10 @@ AFTER_UNITS = compiled(
     (r"[(\[]\\begin\{array\}\{[clr|]*\}(.*?)\\end\{array\}[)\]]",
      r"\\begin{pmatrix}\1\\end{pmatrix}"),
     (r"\\mathbb\{?R\}?|ℝ|(?i:^allreal(?:s|numbers)$)", "(-∞,∞)"),
+    # 0.1\overline{6} -> \frac{16 - 1}{90}
     (r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\overline\{([0-9]{1,50})\}(?![0-9.])",
-     lambda m: repeating(*m.groups())),
+     lambda m: f"\\frac{{{int(m[1] + m[2] + m[3]) - int(m[1] + m[2] or 0)}}}"
+               f"{{{'9' * len(m[3])}{'0' * len(m[2])}}}"),
 )
 # short units that may follow a number at once, as in 5cm; those that need a blank before them;
 # what may follow a slash
@@ -255,12 +233,12 @@ def clean(text, other=""):
     else:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)
     for pattern, to in BEFORE_UNITS:
-        text = pattern.sub(to, text)
+        text = re.sub(pattern, to, text)
     outside = re.sub(r"\\[a-zA-Z]+ ?(?:\{[^{}]*\})?", " ", other)
     taken = {c for w in re.findall("[A-Za-z]+", outside) if len(w) < 3 for c in (w, *w)}
     text = UNIT.sub(lambda m: drop_unit(m, taken), text)
     for pattern, to in AFTER_UNITS:
-        text = pattern.sub(to, text)
+        text = re.sub(pattern, to, text)
     return braced(text)
 
 
@@ -453,15 +431,14 @@ def one_sided(left, right, op):
     x < 5 is (-∞,5)."""
     side = terms(left) + [(text, -c) for text, c in terms(right)]
     side = sorted((text, c) for text, c in side if c)
-    scale = 1
-    if side:
-        scale = side[0][1] if op in "=≠" else abs(side[0][1])
-    name, c = side[-1] if side else ("", 0)
-    constant = side[0] if len(side) == 2 and side[0][0] == "" else None
-    if op in "<≤" and (constant or len(side) == 1) and NAME.fullmatch(name):
-        end = "sum", [("", -constant[1] / c)] if constant else terms("0")
+    if not side:
+        return "sum" + op, []
+    name, c = side[-1]
+    if op in "<≤" and NAME.fullmatch(name) and (len(side) == 1 or [t for t, _ in side] == ["", name]):
+        end = "sum", [("", -side[0][1] / c)] if len(side) == 2 else terms("0")
         kind = "()" if op == "<" else "(]" if c > 0 else "[)"
         return "name " + name, [(kind, [parse("-∞"), end] if c > 0 else [end, parse("∞")])]
+    scale = side[0][1] if op in "=≠" else abs(side[0][1])
     return "sum" + op, [(text, c / scale) for text, c in side]
 
 
@@ -619,17 +596,13 @@ def same(a, b):
                 for t in (a, b))
     choice = "or" in kinds and kinds <= {"or", "list", "set"} and not named
     if kinds == {"set"} or kinds <= {"or", "∪"} or choice:
-        return each_in(a[1], b[1]) and each_in(b[1], a[1])
+        return all(any(same(x, y) for y in others)
+                   for some, others in ((a[1], b[1]), (b[1], a[1])) for x in some)
     if a[0].startswith("sum") or a[0] == "text" or isinstance(b[1], str):
         return False
     if a[0] != b[0] and kinds != {"set", "list"} and not (named and kinds == {"list", "()"}):
         return False
     return len(a[1]) == len(b[1]) and all(same(x, y) for x, y in zip(a[1], b[1]))
-
-
-def each_in(some, others):
-    """Is each of some trees the same as one of the others?"""
-    return all(any(same(x, y) for y in others) for x in some)
 
 
 # What rows and models write where there is no answer. Not among them is what answers a question:
@@ -679,3 +652,45 @@ def answers_equal(pred, gold):
         if choice and re.fullmatch(r"\(?[A-J]\)?", b):
             return choice[1] == b.strip("()")
     return pred == gold or same(parse(pred), parse(gold))
+
+
+# --------------------------------------------------------------------------------------------------
+# a table of hard cases: python rewards.py
+
+HARD_CASES = (  # prediction, gold, equal?, why
+    ("2{,}125", "2,125", True, "thousands separators are dropped on both sides"),
+    ("32, 349", "32349", False, "a comma and a blank make a list, no thousands"),
+    ("45.01", "45", False, "no tolerance"),
+    ("5-15", "-10", False, "nothing is computed"),
+    ("6 or 8", "6", False, "one answer, not a choice"),
+    (r"-\frac{3}{-4}", ".75", True, "fractions and decimals are rational numbers"),
+    ("33.3333", r"\frac{100}{3}", False, "a rounded decimal is another number"),
+    ("0.35", "35%", False, "percent signs are dropped: this is 35"),
+    (r"1.5 \times 10^{-3}", "0.0015", True, "scientific notation is read"),
+    ("9**9**9", "387420489", False, "nothing is evaluated"),
+    ("nan", "nan", False, "no number, and no answer"),
+    ("10 square feet", r"10\text{ cm}^2", True, "units are dropped, whatever they are"),
+    ("5 million", "5", False, "not a unit"),
+    ("18 g", "g = 18", False, "nor is a letter that the other side has"),
+    ("USD 18", "$18/day", True, "currency in front, and what it is paid for"),
+    ("x = 5", "5", True, "a name in front is dropped"),
+    ("y=1, x=2", "x=1, y=2", False, "each part keeps its name"),
+    ("1, 2", "2, 1", False, "a list has an order, a set or alternatives have none"),
+    (r"\boxed{1} and \boxed{2}", "1, 2", True, "boxes side by side are one answer"),
+    (r"\boxed{4} or better \boxed{5", "4", False, "an unfinished last box is no answer"),
+    ("[0,1)", "(0,1)", False, "closed and open ends differ"),
+    (r"x < 1 or x > 3", r"(-\infty,1)\cup(3,\infty)", True, "inequalities are intervals"),
+    (r"2^{1+n} - \frac{1}{1+x}", r"-\frac{1}{x+1} + 2^{n+1}", True, "terms in any order"),
+    (r"2\sqrt{3}", r"\sqrt{12}", False, "roots are not simplified"),
+    ("(B) 27", "B", True, "a choice with its text"),
+    ("The answer is 5. No, 6.", "5", False, "nothing may follow the answer"),
+    ("proof", "proof", False, "a placeholder pays nobody"),
+)
+
+
+def print_table():
+    """Prints the hard cases with the verdicts of answers_equal."""
+    for pred, gold, equal, why in HARD_CASES:
+        verdict = answers_equal(pred, gold)
+        wrong = "" if verdict == equal else "   <-- WRONG VERDICT"
+        print(f"{pred:31}{gold:29}{'equal' if verdict else 'not':7}{why}{wrong}")

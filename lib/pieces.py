@@ -23,8 +23,7 @@ PUNCTUATION = (
     "[\\p{P}!-/:-@\\[-`{-~\u166d\U000111c9--[\u061d\u09fd-\u0a76\u0c77-\u0c84\u1b4e\u1b4f"
     "\u1b7d-\u1b7f\u2e43-\u2e63\U00010d6e-\U00010f89\U000113d4-\U0001145d\U00011660-\U000116b9"
     "\U0001183b-\U00011fff\U00012ff1\U00012ff2\U00016d6d-\U00016fe2\U0001e5ff-\U0001e95f]]")
-
-BEHAVIORS = ("Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext")
+SINGLE = {"Digits": NUMBER, "Punctuation": PUNCTUATION}
 
 NEWEST = "\U0001fae9"  # a character of Unicode 16, the version of tiktoken and HF
 
@@ -53,49 +52,42 @@ def read_cuts(pre_tokenizer):
     it, [] where the regex does all. ValueError when it cannot be promised that the pieces are
     HF's."""
     cuts = list_cuts(pre_tokenizer)
-    pattern, behavior, invert = cuts[0] if cuts else (WHOLE, "Removed", True)
-    if len(cuts) < 2 and behavior == "Removed" and invert:
-        return pattern, []
-    if len(cuts) == 1 and behavior == "Isolated":
+    pattern, between, matches = cuts[0] if cuts else (WHOLE, False, True)
+    if len(cuts) < 2 and matches:
         # text between two matches is a piece too; tiktoken would drop it
-        return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+", []
+        return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+" if between else pattern, []
     check_chain(cuts)
     return WHOLE, cuts
 
 
 def list_cuts(pre_tokenizer):
-    """The steps of a pre-tokenizer as [(pattern, behavior, invert), ...]."""
+    """The steps of a pre-tokenizer as [(pattern, between, matches), ...]: whether the text between
+    two matches is a piece, and whether a match is one."""
     found = steps(pre_tokenizer, "pretokenizers")
     names = [step["type"] for step in found]
     if names[-1:] != ["ByteLevel"] or "ByteLevel" in names[:-1]:
         raise ValueError(f"pre_tokenizer steps {names}: expected ByteLevel as the last one")
-    result = []
+    cuts = []
     for step in found:
-        if step["type"] == "Split":
-            result.append((split_pattern(step["pattern"]), step["behavior"],
-                           bool(step.get("invert"))))
-        elif step["type"] == "Digits":
-            each = "" if step["individual_digits"] else "+"
-            result.append((NUMBER + each, "Isolated", False))
-        elif step["type"] == "Punctuation":
-            result.append((PUNCTUATION, step.get("behavior", "Isolated"), False))
-        elif step["type"] != "ByteLevel" or step.get("add_prefix_space"):
-            raise ValueError(f"pre_tokenizer step {step}: supported are Split, Digits, Punctuation "
-                             "and then ByteLevel, without add_prefix_space")
-        elif step.get("use_regex", True):
-            result.append((GPT2, "Isolated", False))
-    for pattern, behavior, _ in result:
-        if behavior not in BEHAVIORS:
-            raise ValueError(f"pre_tokenizer: no such behavior: {behavior!r}")
-    return result
+        kind, behavior = step["type"], step.get("behavior", "Isolated")
+        if kind == "Split" and behavior in ("Isolated", "Removed"):
+            both, invert = behavior == "Isolated", bool(step.get("invert"))
+            pattern = split_pattern(step["pattern"]["Regex"])
+            cuts.append((pattern, both or not invert, both or invert))
+        elif kind in SINGLE and behavior in ("Isolated", "Contiguous"):
+            together = behavior == "Contiguous" or not step.get("individual_digits", True)
+            cuts.append((SINGLE[kind] + ("+" if together else ""), True, True))
+        elif kind == "ByteLevel" and not step.get("add_prefix_space"):
+            cuts += [(GPT2, True, True)] if step.get("use_regex", True) else []
+        else:
+            raise ValueError(f"pre_tokenizer step {step}: supported are Split (Isolated, Removed), "
+                             "Digits, Punctuation, and then ByteLevel without add_prefix_space")
+    return cuts
 
 
-def split_pattern(given):
-    """The regex of a Split, with its $ and digits written so that all engines read them alike.
+def split_pattern(pattern):
+    """The regex of a Split, with its $ written so that all engines read it alike.
     ValueError names one that they may read differently, or that may match nothing at all."""
-    if text := given.get("String"):
-        return regex.escape(text, special_only=True, literal_spaces=True)
-    pattern = given["Regex"]
     atoms = re.sub(ESCAPE, "a", re.sub(CONTRACTIONS, "(?:a)", pattern))
     sets = re.findall(SET, atoms)
     atoms = re.sub(SET, "a", atoms)
@@ -105,15 +97,15 @@ def split_pattern(given):
                          "engine may read differently")
     try:
         # every atom is one letter now; what stands in a lookaround need not be there
+        regex.compile(pattern, regex.V1)
         empty = regex.fullmatch(re.sub(r"\(\?<?[=!]", "(?:|", atoms), "")
     except regex.error as error:
         raise ValueError(f"pre_tokenizer pattern {pattern!r}: {error}") from None
     if empty:
         raise ValueError(f"pre_tokenizer pattern {pattern!r} may match between two characters")
     # HF's $ also stands before a newline
-    pattern = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$",
-                     lambda m: "(?!.)" if m[0] == "$" else m[0], pattern)
-    return re.sub(r"\\.", lambda m: r"\p{Nd}" if m[0] == r"\d" else m[0], pattern)
+    return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|\$",
+                  lambda m: "(?!.)" if m[0] == "$" else m[0], pattern)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -127,26 +119,18 @@ def check_chain(cuts):
         if odd := re.search(r"\\(?:P|D|p\{(?:C\w?|Ll|Lo)\})", pattern):
             raise ValueError(f"pre_tokenizer pattern {pattern!r} in a chain of steps: "
                              f"{odd[0]} is not the same in all versions of Unicode")
-        byte_encoding(pattern)
 
 
-def byte_encoding(pattern):
-    """A tiktoken Encoding that gives the bytes of all matches. ValueError for a bad pattern."""
-    try:
-        return tiktoken.Encoding("bytes", pat_str=pattern, special_tokens={},
-                                 mergeable_ranks={bytes([b]): b for b in range(256)})
-    except ValueError as error:
-        raise ValueError(f"pre_tokenizer pattern {pattern!r}: {error}") from None
-
-
-UNASSIGNED = byte_encoding(r"\p{Cn}+")
+# gives the bytes of the characters that HF and tiktoken do not know
+UNASSIGNED = tiktoken.Encoding("unassigned", pat_str=r"\p{Cn}+", special_tokens={},
+                               mergeable_ranks={bytes([b]): b for b in range(256)})
 
 
 @functools.lru_cache(maxsize=256)
 def compiled(pattern, newer):
     """The pattern for `regex`, where the characters `newer` are in no category."""
     if newer:
-        pattern = re.sub(r"\\p\{\w+\}", lambda m: f"[{m[0]}--[{newer}]]", pattern)
+        pattern = re.sub(r"\\p\{\w+\}|\\d", lambda m: f"[{m[0]}--[{newer}]]", pattern)
     return regex.compile(pattern, regex.V1)
 
 
@@ -158,9 +142,9 @@ def pieces(text, cuts):
         newer = "".join(sorted({c for c in unassigned if not regex.match(r"\p{Cn}", c)}))
     found = [text]
     try:
-        for pattern, behavior, invert in cuts:
+        for pattern, between, matches in cuts:
             pattern = compiled(pattern, newer)
-            done = {piece: cut(piece, pattern, behavior, invert) for piece in set(found)}
+            done = {piece: cut(piece, pattern, between, matches) for piece in set(found)}
             found = [part for piece in found for part in done[piece]]
     except TimeoutError:
         raise ValueError(f"pre_tokenizer pattern {pattern.pattern!r} takes too long on this text "
@@ -168,34 +152,12 @@ def pieces(text, cuts):
     return found
 
 
-def cut(text, pattern, behavior, invert):
-    """One step of HF's: the matches of pattern, or with `invert` what lies between them, are
-    Isolated, Removed, joined (Contiguous), or MergedWithPrevious or MergedWithNext piece."""
-    if not invert and not pattern.search(text, timeout=SECONDS):
-        return [text]
-    spans, end = [], 0  # [start, end, is a match]
+def cut(text, pattern, between, matches):
+    """The pieces of one cut: what lies between two matches of pattern, the matches, or both."""
+    found, end = [], 0
     for match in pattern.finditer(text, timeout=SECONDS):
-        spans.append([end, match.start(), invert])
-        spans.append([match.start(), match.end(), not invert])
+        found += [text[end:match.start()]] if between else []
+        found += [match[0]] if matches else []
         end = match.end()
-    spans.append([end, len(text), invert])
-    spans = [span for span in spans if span[0] < span[1]]
-    if behavior == "Removed":
-        spans = [span for span in spans if not span[2]]
-    elif behavior != "Isolated":
-        spans = joined(spans, behavior)
-    return [text[start:end] for start, end, _ in spans]
-
-
-def joined(spans, behavior):
-    """The spans after joining neighbours as the behavior says."""
-    result, before = [], False
-    backwards = behavior == "MergedWithNext"
-    for start, end, matched in reversed(spans) if backwards else spans:
-        join = matched == before if behavior == "Contiguous" else matched and not before
-        if join and result:
-            result[-1] = [min(start, result[-1][0]), max(end, result[-1][1]), matched]
-        else:
-            result.append([start, end, matched])
-        before = matched
-    return result[::-1] if backwards else result
+    found += [text[end:]] if between else []
+    return [piece for piece in found if piece]

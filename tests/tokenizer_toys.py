@@ -3,10 +3,9 @@ import json
 
 from tokenizer import ALPHABET, Tokenizer
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-              "use_regex": True}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
 BYTES = {c: b for b, c in ALPHABET.items()}
-XYZ = {"x": 0, "y": 1, "z": 2, "xy": 3, "xyz": 4}
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 256, 257, 258 of `chat_folder`
 
 
@@ -24,11 +23,6 @@ def spec(vocab, merges, added=(), model=(), **changes):
 
 def chain(*steps):
     return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
-def split(regex, **changes):
-    step = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return chain(step | changes, BYTE_LEVEL | {"use_regex": False})
 
 
 def write(folder, content, config=None, **others):
