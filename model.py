@@ -45,7 +45,8 @@ def rotate(x, cos, sin):
 
 def attention(q, k, v, mask=None):
     """softmax(q k^T / sqrt(D)) v, causal without a mask: q (B, Hq, T, D), k and v (B, Hkv, S, D),
-    mask (B or 1, 1, T, S) True where a query may look -> (B, Hq, T, D). Scores are float32."""
+    mask (B or 1, 1, T, S) True where a query may look -> (B, Hq, T, D). Inside torch's kernel
+    scores are float32, whatever q and k are."""
     repeat = q.shape[1] // k.shape[1]  # query head h reads key head h // repeat
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
