@@ -58,6 +58,23 @@ def check_model_folder(folder):
                          f"({base}) as --model and this folder as --adapter")
 
 
+def read_jsonl(path, needs=()):
+    """The objects in a JSONL file, each with the keys `needs`. What follows the last line's end is
+    left out: a kill has cut it off. ValueError names a line that is no such object."""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        lines = f.read().split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and set(needs) <= row.keys():
+                rows.append(row)
+        if len(rows) < number:
+            raise ValueError(f"{path}:{number}: not a JSON object"
+                             + f" with {', '.join(needs)}" * bool(needs) + "; mend or remove it")
+    return rows
+
+
 @contextlib.contextmanager
 def beside(path):
     """The name of a new file beside `path`. When it is written it is flushed to the disk and
