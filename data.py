@@ -38,17 +38,16 @@ def to_stderr(line):
     print(line, file=sys.stderr, flush=True)
 
 
-def load_problems(name_or_path, split="train", question_field="", answer_field="", strict=None,
+def load_problems(name_or_path, split="train", question_field="", answer_field="", strict=False,
                   say=to_stderr):
     """
     A list of Problem in the order of the file: of a known set (NAMES: data/NAME/SPLIT.jsonl[.gz]
     under the working directory; "arithmetic" is built in), or of a file by its path, whose question
     and gold answer may be named (question_field, answer_field; a.b is b in a).
 
-    A row without a usable answer is an error, in a known set and in a file to test on. In a file to
-    train on (split "train") such rows are left out, and say(line) tells how many; strict=True and
-    strict=False decide otherwise for a file. ValueError names file, line and field of what is
-    wrong, FileNotFoundError the missing file.
+    In a file to train on (split "train") rows without a usable answer are left out, and say(line)
+    tells how many. In a known set, in a file to test on, or if `strict`, they are errors.
+    ValueError names file, line and field of what is wrong, FileNotFoundError the missing file.
     """
     name = os.fspath(name_or_path)
     check_choice("split", split, ("train", "test"))
@@ -57,19 +56,15 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
         return arithmetic_problems(split=split)
     if name in NAMES:
         question_field, answer_field, strict = "", "", True
-    elif strict is None:
-        strict = split == "test"
     path = _find_file(name, split)
     problems, unusable = [], []
     for where, row in read_rows(path):
         try:
             problems.append(Problem(**read_problem(row, question_field, answer_field)))
-        except NoAnswer as e:
-            if strict:
-                raise ValueError(f"{where}: {e}") from None
-            unusable.append(f"{where}: {e}")
         except ValueError as e:
-            raise ValueError(f"{where}: {e}") from None
+            unusable.append(f"{where}: {e}")
+            if strict or split == "test" or not isinstance(e, NoAnswer):
+                raise ValueError(unusable[-1]) from None
     if not problems:
         raise ValueError(f"{unusable[0]} (no row of the file has a usable answer)" if unusable else
                          f"{path}: the file is empty; it needs one JSON object a line")
@@ -95,25 +90,18 @@ def check_choice(what, value, known, also=""):
 
 def _find_file(name, split):
     """The path of a known set's split, or the path given; an error says how to get a file."""
-    path = name
+    path, how = name, ""
     if name in NAMES:
-        path = f"data/{name}/{split}.jsonl"
+        path, how = f"data/{name}/{split}.jsonl", f" or .gz; get it with `python data.py {name}`"
         if not os.path.exists(path) and os.path.exists(path + ".gz"):
             path += ".gz"
+        if name in ONLY_TEST and split == "train":
+            how = f"; {name} has no train split, only: test"
     elif os.sep not in name and "." not in name:
         check_choice("problem set", name, NAMES, "; or the path of a .jsonl file")
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder; give a .jsonl or .jsonl.gz file, or one of "
-                         f"{', '.join(NAMES)}")
-    if not os.path.exists(path):
-        how = ""
-        if name in ONLY_TEST and split == "train":
-            how = (f"; {name} has no train split, only: test; for train take another set, "
-                   "or a JSONL file by its path")
-        elif name in NAMES:
-            how = f" or {path}.gz; get it with `python data.py {name}`"
-        elif re.fullmatch(r"[\w-]+/[\w.-]+", name):
-            how = "; download a data set of the Hugging Face Hub first, and give the file's path"
+    elif re.fullmatch(r"[\w-]+/[\w.-]+", name):
+        how = "; download a data set of the Hugging Face Hub first, and give the file's path"
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"no file {path}{how} (looked in {os.getcwd()})")
     return path
 
@@ -151,14 +139,8 @@ def held_out(problems, n, seed=0):
 
 
 def demonstration(problem):
-    """
-    The gold solution in the tagged format: a target for SFT. On lines of its own; without line
-    breaks for the arithmetic task, where each would cost a token. ValueError for a problem without
-    a worked solution.
-    """
-    if not problem.solution:
-        raise ValueError('no worked "solution" to demonstrate for the problem '
-                         f"{problem.question!r:.80}; it cannot be used for SFT")
+    """The gold solution in the tagged format: a target for SFT. On lines of its own; without line
+    breaks for the arithmetic task, where each would cost a token."""
     line = "" if problem.subject == "arithmetic" else "\n"
     return (f"<reasoning>{line}{problem.solution}{line}</reasoning>{line}"
             f"<answer>{line}{problem.answer}{line}</answer>")
@@ -181,10 +163,9 @@ def build_prompt(tokenizer, problem, system_prompt=SYSTEM_PROMPT, prompt_style="
                  template_variables=None):
     """
     Token ids (T,) of the prompt for a Problem, or for a question as text; the completion starts
-    right behind. prompt_style "chat": the chat template (which also gets template_variables) with a
-    system turn, none when system_prompt is "", and a user turn; "plain", for base models: the
-    tokenizer's bos_ids if it has any, system prompt and question, just the question when
-    system_prompt is ""; "auto": chat if there is a template. A problem's own messages take the
+    right behind. prompt_style "chat": the chat template, which also gets template_variables, with a
+    system turn (none when system_prompt is "") and a user turn; "plain", for base models: system
+    prompt and question; "auto": chat if there is a template. A problem's own messages take the
     place of both turns. The texts never become control tokens. ValueError for an unknown style,
     "chat" without a template, or what the template refuses.
     """
@@ -199,7 +180,7 @@ def build_prompt(tokenizer, problem, system_prompt=SYSTEM_PROMPT, prompt_style="
         text = "\n\n".join(m["content"] for m in problem.messages)
     elif system_prompt:
         text = f"{system_prompt}\n\nProblem: {text}\nSolution:\n"
-    return [*getattr(tokenizer, "bos_ids", ()), *tokenizer.encode(text, allow_special=False)]
+    return [*tokenizer.bos_ids, *tokenizer.encode(text, allow_special=False)]
 
 
 def is_plain(tokenizer, prompt_style):
@@ -215,9 +196,8 @@ def encode_prompts(tokenizer, problems, max_prompt_tokens, system_prompt=SYSTEM_
                    prompt_style="auto", template_variables=None):
     """
     ([(problem, prompt_ids)], number skipped). A prompt of more than max_prompt_tokens ids, template
-    included, is skipped and counted, never cut. So is, before encoding, a problem of more than 64
-    characters per allowed token: no tokenizer makes so few tokens of ordinary text, and a row of a
-    million spaces must not hang the run.
+    included, is skipped and counted, never cut. So is, before encoding, one of more than 64
+    characters per allowed token: a row of a million spaces must not hang the run.
     """
     kept = []
     for p in problems:
@@ -246,9 +226,8 @@ def plain_end(text):
 def open_thought(prompt_text):
     """`<think>` and the white space behind it, if the prompt ends so (templates of models that
     think may write it): the completion begins inside the thought. Else ""."""
-    begin = prompt_text.rfind("<think>")
-    end = prompt_text[begin:] if begin >= 0 else ""
-    return end if end.rstrip() == "<think>" else ""
+    end = re.search(r"<think>\s*\Z", prompt_text)
+    return end[0] if end else ""
 
 
 if __name__ == "__main__":

@@ -7,16 +7,10 @@ summed up in one table a data set.
     torchrun --nproc_per_node=8 eval.py --model=models/Qwen2.5-3B-Instruct --preset=paper
     python eval.py --rescore=FILE.jsonl     # grades the completions of an earlier run again
 
-The same command goes on where a killed one was, also with another number of processes.
-
-- A completion is right when the last answer it gives equals the gold answer. Its format need not
-  be right, unlike in the training reward; the share with the right format is a figure of its own.
-- pass@k is the unbiased estimate from all n completions; maj@k is the majority of the first k.
-- A problem whose prompt is too long is skipped: wrong for every k, no part in the other figures.
-- A figure is the mean over problems of each problem's own; the intervals resample problems.
-- The random numbers for problem i come from (seed, i) alone: what is sampled depends neither on
-  the batch size nor on the number of processes (but for rounding in the model), and the first
-  completions of a larger n are those of a smaller one.
+The same command goes on where a killed one was, also with another number of processes: the random
+numbers for problem i come from (seed, i) alone, so what is sampled depends neither on them nor on
+the batch size (but for rounding in the model). docs/evaluation.md explains the figures. A right
+answer counts in any format, unlike in the training reward.
 """
 import hashlib
 import itertools
@@ -35,7 +29,7 @@ from tqdm import tqdm
 
 from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems
 from lib.config import check_ranges, help_text, read_config
-from lib.files import write_whole
+from lib.files import read_jsonl, write_whole
 from lib.run import Processes, command, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
@@ -61,7 +55,6 @@ def pass_at_k(n, c, k):
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {c} right in {n} completions cannot be estimated: "
                          "0 <= c <= n and 1 <= k <= n are needed")
-    n, c, k = int(n), int(c), int(k)
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
@@ -72,7 +65,7 @@ def maj_at_k(answers, gold, k):
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
     winner = majority(votes_of(answers[:k]))
-    return float(winner is not None and answers_equal(str(answers[winner]), str(gold)))
+    return float(winner is not None and answers_equal(answers[winner], gold))
 
 
 def votes_of(answers):
@@ -80,7 +73,7 @@ def votes_of(answers):
     none. Each spelling is compared once, not each answer."""
     first, votes = {}, []
     for i, answer in enumerate(answers):
-        text = "" if answer is None else str(answer).strip()
+        text = (answer or "").strip()
         if text and text not in first:
             first[text] = next((at for known, at in first.items() if answers_equal(text, known)), i)
         votes.append(first.get(text))
@@ -137,9 +130,8 @@ def mean(problems, name):
 def bootstrap(problems, name):
     """95 % percentile interval (low, high) of that mean, from 1000 resamples of the problems."""
     values = np.array([figures[name] for figures in problems if name in figures])
-    rng = np.random.default_rng(0)
-    means = [values[rng.integers(values.size, size=values.size)].mean() for _ in range(1000)]
-    return tuple(float(x) for x in np.percentile(means, (2.5, 97.5)))
+    picks = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
+    return tuple(np.percentile(values[picks].mean(1), (2.5, 97.5)).tolist())
 
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -191,9 +183,8 @@ def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1
 
 def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
     """Samples n completions of each problem (settings: of sample_problems) and returns their
-    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, the shares that are
-    in the right format, truncated, unreadable (no answer), the mean tokens of a completion, and
-    seconds. The model's mode and all global random states stay as they were."""
+    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, SHARES, seconds. The
+    model's mode and all global random states stay as they were."""
     start, training, found = time.time(), model.training, {}
     model.eval()
     try:
@@ -209,71 +200,43 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
 
 # ---- the results file: a header line with the settings, then one row a line ----------------------
 
-HEADER = {"model": str, "settings": dict}
-FIELDS = {"data": str, "index": int, "sample": int, "gold": str, "completion": str,
-          "answer": str | None, "correct": bool, "formatted": bool, "tokens": int, "finish": str}
-
-
-def parse_line(line, fields):
-    """The dict of one line, ValueError unless it has these fields (errors of JSON are, too)."""
-    row = json.loads(line)
-    for name, kind in fields.items():
-        if not isinstance(row, dict) or not isinstance(row.get(name, fields), kind):
-            raise ValueError(f"field {name!r} is missing or of the wrong type")
-    return row
+FIELDS = {"data", "index", "sample", "gold", "completion", "answer", "correct", "formatted",
+          "tokens", "finish"}  # of a row, that we read
 
 
 def read_results(path):
     """(header, {(data set, index): its rows}) of a results file, in order, with the problems of
-    which all completions are there; (None, {}) for an empty file. A last line that a kill has cut
-    off is dropped; any other line that is not ours is a ValueError naming file:line."""
-    with open(path, "rb") as f:
-        *lines, torn = f.read().split(b"\n")
-    if torn and not lines and not torn.startswith(b'{"model": '):
-        lines = [torn]
-    header, found, complete = None, {}, {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_line(line, FIELDS if header else HEADER)
-            if header is None:
-                header, sets = row, row["settings"]["data"]
-                continue
-            if row["data"] not in sets:
-                raise ValueError(f"data {row['data']!r} is not in the header")
-            found.setdefault((row["data"], row["index"]), {})[row["sample"]] = row
-        except ValueError as e:
-            raise ValueError(f"{path}:{number}: {e}; mend or remove the line, or take another "
-                             "file") from None
-    for name, index in sorted(found):
-        samples = found[name, index]
-        rows = [samples[j] for j in sorted(samples)]
-        if len(rows) == sets[name]["n"] or rows[0]["finish"] == "skipped":
-            complete[name, index] = rows
-    return header, complete
+    which all completions are there. What a kill has cut off is dropped; ValueError names any other
+    line that is not ours."""
+    lines, found = read_jsonl(path), {}
+    if not lines or "settings" not in lines[0]:
+        raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
+    sets = lines[0]["settings"]["data"]
+    for number, row in enumerate(lines[1:], 2):
+        if not FIELDS <= row.keys() or row["data"] not in sets:
+            raise ValueError(f"{path}:{number}: not a completion of {', '.join(sets)}; mend or "
+                             "remove the line, or take another file")
+        found.setdefault((row["data"], row["index"]), []).append(row)
+    return lines[0], {(name, index): rows for (name, index), rows in sorted(found.items())
+                      if len(rows) == sets[name]["n"] or rows[0]["finish"] == "skipped"}
 
 
 def tidy(path, header):
     """Writes the results file anew, in order and without what a kill has cut off, and returns its
     {(data set, index): rows}. ValueError if it has other settings than header."""
-    old, found = read_results(path) if os.path.exists(path) else (None, {})
-    now, then = header["settings"], (old or header)["settings"]
+    old, found = read_results(path) if os.path.exists(path) else (header, {})
+    now, then = header["settings"], old["settings"]
     differ = [f"{key} is {then.get(key)!r} there, {now[key]!r} now"
               for key in now if then.get(key) != now[key]]
     if differ:
-        raise ValueError(f"{path} has other settings: {'; '.join(differ)}. Take another --out, or "
-                         "--overwrite to start again")
+        raise ValueError(f"{path} has other settings: {'; '.join(differ)}. Delete it, or take "
+                         "another --out")
     lines = [header, *itertools.chain(*found.values())]
     write_whole(path, lambda f: f.writelines(json.dumps(line) + "\n" for line in lines))
     return found
 
 
 # ---- the table -----------------------------------------------------------------------------------
-
-def benchmark(name):
-    """The benchmark that an entry of --data names, or that its path contains; else the entry."""
-    parts = [part.split(".")[0] for part in reversed(os.path.normpath(name).split(os.sep))]
-    return next((part for part in parts if part in PAPER_N), name)
-
 
 def print_line(first, cells):
     print(f"  {first:<23}" + "".join(f"{cell:<21}" for cell in cells).rstrip())
@@ -300,8 +263,8 @@ def print_table(name, header, groups, ks):
     problems = [problem_figures(rows, ks) for rows in groups]
     print_line("", [f"k={k}" for k in ks])
     print_line("pass@k", [figure(problems, f"pass@{k}") for k in ks])
-    if header.get("shape") == PUBLISHED_SHAPE:
-        for method, known in PUBLISHED.get(benchmark(name), {}).items():
+    if header["shape"] == PUBLISHED_SHAPE:
+        for method, known in PUBLISHED.get(name, {}).items():
             print_line(f"paper, {method}", [known.get(k, "-") for k in ks])
     print_line("maj@k", [figure(problems, f"maj@{k}") for k in ks])
 
@@ -314,26 +277,20 @@ def print_table(name, header, groups, ks):
     if mean(problems, "truncated") > 0.5:
         print("  more than half of the completions were cut off: max_new_tokens="
               f"{header['settings']['max_new_tokens']} is too few")
+    shown = [f"pass@{ks[0]}", f"pass@{ks[-1]}", f"maj@{ks[-1]}"]
     for kind in ("level", "subject"):
-        print_parts(kind, [rows[0].get(kind) for rows in groups], problems, ks)
-
-
-def print_parts(kind, values, problems, ks):
-    """The figures by level or subject, values: that of each problem, where there are several."""
-    if len(set(values)) > 1:
-        shown = [f"pass@{ks[0]}", f"pass@{ks[-1]}", f"maj@{ks[-1]}"]
-        print_line(kind, ["problems", *shown])
-        for value in sorted(set(values) - {None}):
-            own = [figures for figures, its in zip(problems, values) if its == value]
-            print_line(str(value)[:22], [len(own), *(figure(own, name) for name in shown)])
+        values = [rows[0].get(kind) for rows in groups]
+        if len(set(values)) > 1:
+            print_line(kind, ["problems", *shown])
+            for value in sorted(set(values) - {None}):
+                own = [figures for figures, its in zip(problems, values) if its == value]
+                print_line(str(value)[:22], [len(own), *(figure(own, name) for name in shown)])
 
 
 def rescore(path, k):
     """Grades the rows of a results file again; prints each verdict that changes, and the tables.
     Nothing is written."""
     header, found = read_results(path)
-    if header is None:
-        raise ValueError(f"{path} is empty: there is nothing to grade")
     rows = list(itertools.chain(*found.values()))
     for row in rows:
         old = row["answer"], row["correct"]
@@ -354,7 +311,6 @@ class EvalConfig:
     model: str = ""  # model folder: config.json, weights, tokenizer files
     adapter: str = ""  # folder of a LoRA adapter for it
     data: str = ""  # problem sets, names or paths, separated by commas
-    split: str = "test"  # of a set given by name
     question_field: str = ""  # name of the question in the rows of a file; empty: found
     answer_field: str = ""  # name of the answer in the rows of a file; empty: found
     preset: str = ""  # paper: its five sets unless data is given, n 32, on AIME and AMC 64
@@ -373,16 +329,17 @@ class EvalConfig:
     device: str = "auto"  # cpu, cuda; auto: cuda if there is one
     dtype: str = "auto"  # of the weights: float32, bfloat16, float16; auto: bfloat16 on such a GPU
     out: str = ""  # file for the completions; empty: out/eval/MODEL-HASH.jsonl, of the settings
-    overwrite: bool = False  # start again where that file exists
     rescore: str = ""  # a file whose completions are graded again; nothing is sampled or written
 
 
-CHOICES = {"preset": ("", "paper"), "split": ("train", "test"),
-           "prompt_style": ("auto", "chat", "plain"), "device": ("auto", "cpu", "cuda"),
-           "dtype": ("auto", "float32", "bfloat16", "float16")}
+CHOICES = {"preset": ("", "paper"), "prompt_style": ("auto", "chat", "plain"),
+           "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16", "float16")}
 RANGES = {"n": ">= 0", "limit": ">= 0", "temperature": ">= 0", "top_p": "> 0 and <= 1",
           "max_new_tokens": ">= 0", "max_prompt_tokens": ">= 1", "batch_prompts": ">= 0"}
-GONE = dict.fromkeys(("few_shot", "examples"), "write solved examples into --system_prompt")
+GONE = {"few_shot": "write solved examples into --system_prompt",
+        "examples": "write solved examples into --system_prompt",
+        "split": "give a file as --data, such as data/gsm8k/train.jsonl",
+        "overwrite": "delete the file, or take another --out"}
 # what decides about the completions, beside model and problems
 SAMPLING = ("temperature", "top_p", "max_new_tokens", "max_prompt_tokens", "system_prompt",
             "prompt_style", "template_variables", "seed")
@@ -422,13 +379,13 @@ def digest(*content):
 def prepare(c, device):
     """(model, tokenizer, {name: problems}, header of the results file). Evaluations with the same
     header["settings"] sample the same."""
-    counts = {name: c.n or (PAPER_N.get(benchmark(name), 32) if c.preset else 8)
-              for name in c.data.split(",")}
-    for n in counts.values():
+    sets, data = {}, {}
+    for name in c.data.split(","):
+        problems = load_problems(name, "test", c.question_field, c.answer_field, strict=True)
+        n = c.n or (PAPER_N.get(name, 32) if c.preset else 8)
         ks_of(c.k, n)  # a wrong k is better refused now than when all is sampled
-    sets = {name: load_problems(name, c.split, c.question_field, c.answer_field, strict=True)
-            for name in counts}
-    sets = {name: problems[:c.limit or None] for name, problems in sets.items()}
+        sets[name] = problems[:c.limit or None]
+        data[name] = {"n": n, "problems": len(sets[name])}
     dtype = forward_dtype(c.dtype, device)
     model = GPT.from_pretrained(c.model, adapter=c.adapter or None, dtype=dtype, device=device)
     tokenizer = Tokenizer.from_pretrained(c.model, adapter=c.adapter or None)
@@ -440,12 +397,11 @@ def prepare(c, device):
     weights = hashlib.sha256(np.concatenate(some).tobytes()).hexdigest()
     # and one prompt tells tokenizers and templates apart
     prompt = build_prompt(tokenizer, "1+1?", c.system_prompt, c.prompt_style, c.template_variables)
-    data = {}
     for name, problems in sets.items():
         texts = [[p.question, p.answer, p.messages] for p in problems]
-        data[name] = {"n": counts[name], "problems": len(texts), "hash": digest(prompt, texts)}
+        data[name]["hash"] = digest(prompt, texts)
     settings = {"weights": digest(config, weights), "dtype": str(dtype).removeprefix("torch."),
-                "split": c.split, **{name: getattr(c, name) for name in SAMPLING}, "data": data}
+                **{name: getattr(c, name) for name in SAMPLING}, "data": data}
     shape = [config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
     header = {"model": c.model, "adapter": c.adapter, "shape": shape, "settings": settings}
     return model.eval(), tokenizer, sets, header
@@ -461,8 +417,6 @@ def run(c, processes):
     path = c.out or f"out/eval/{label}-{digest(settings)[:8]}.jsonl"
     if main:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if c.overwrite and os.path.exists(path):
-            os.remove(path)
         found = tidy(path, header)
         if c.adapter and os.path.samefile(tokenizer.folder, c.adapter):
             print(f"tokenizer and chat template: those of {c.adapter}")

@@ -34,7 +34,7 @@ def log_probs(hidden, head_weight, temperature=1.0, buffers=(None, None)):
         else:
             logits = torch.mm(hidden, head_weight.t()).float()  # (N, V)
     if temperature != 1:
-        logits = logits.div_(temperature) if logits is buffers[0] else logits / temperature
+        logits.div_(temperature)
     return torch.log_softmax(logits, -1, out=out)  # (N, V)
 
 
@@ -85,7 +85,6 @@ class HeadLoss(torch.autograd.Function):
         need_hidden, need_head = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(h) if need_hidden else None  # (N, H)
         d_head = torch.zeros_like(head_weight, dtype=wide) if need_head else None  # (V, H)
-        ctx.dtypes = hidden.dtype, head_weight.dtype
         loss = torch.zeros((), dtype=wide, device=h.device)
         logps = torch.empty(len(h), dtype=wide, device=h.device)  # (N,)
         slices = chunks(h, W)
@@ -117,11 +116,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss, _):
-        d_hidden, d_head = ctx.saved_tensors
-        if d_hidden is not None:
-            d_hidden = d_hidden.mul_(d_loss).to(ctx.dtypes[0])
-        if d_head is not None:
-            d_head = d_head.mul_(d_loss).to(ctx.dtypes[1])
+        d_hidden, d_head = (None if d is None else d.mul_(d_loss) for d in ctx.saved_tensors)
         return d_hidden, d_head, None, None, None, None
 
 

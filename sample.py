@@ -54,9 +54,10 @@ class GroupCache:
         self.hide_padding()
 
     def hide_padding(self):
-        S, device = self.prompt_kv[0][0].shape[2], self.prompt_lengths.device
+        (_, Hkv, S, _), device = self.prompt_kv[0][0].shape, self.prompt_lengths.device
         padding = torch.arange(S, device=device) >= self.prompt_lengths[:, None]  # (P, S)
-        self.prompt_bias = minus_infinity_where(padding)[:, None, None]  # (P, 1, 1, S)
+        bias = minus_infinity_where(padding).repeat_interleave(Hkv, dim=0)  # (P * Hkv, S)
+        self.prompt_bias = bias[:, None]  # (P * Hkv, 1, S)
 
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of its group (P', G')."""
@@ -78,7 +79,8 @@ class GroupCache:
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
             room += more
         self.length += 1
-        place = self.places[t : t + 1]  # (1,) where the new token goes
+        # (1,) where the new token goes; a view's offset, 0, 1 or more, would be compiled anew
+        place = self.places[t : t + 1].clone()
         own_bias = minus_infinity_where(self.places[: room if whole_buffer else t + 1] > place)
         by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
         positions = self.prompt_lengths.repeat_interleave(G) + t  # (B,)
@@ -94,23 +96,27 @@ def attend_group(q, k, v, prompt_k, prompt_v, own_k, own_v, prompt_bias, own_bia
     """Attention of one new token of each completion, to its prompt and to its own tokens.
 
     q (B, Hkv * R, 1, D), k and v (B, Hkv, 1, D); prompt_k, prompt_v (P, Hkv, S, D); own_k, own_v
-    (P, Hkv, G, room, D), to which k and v are added at `place` -> (B, Hkv * R, 1, D). A group's
-    scores with its prompt's keys are one product. Everything is float32, inside autocast too.
+    (P, Hkv, G, room, D), to which k and v are added at `place`; prompt_bias (P * Hkv, 1, S),
+    own_bias (T,) -> (B, Hkv * R, 1, D). A group's scores with its prompt's keys are one product
+    for each key head. Everything is float32, inside autocast too.
     """
-    (P, Hkv, G, _, D), T = own_k.shape, len(own_bias)
-    dtype, R = q.dtype, q.shape[1] // Hkv
+    (P, Hkv, G, _, D), S, T = own_k.shape, prompt_k.shape[2], len(own_bias)
+    dtype, R, scale = q.dtype, q.shape[1] // Hkv, D**-0.5
     with torch.autocast(q.device.type, enabled=False):
         own_k.index_copy_(3, place, k.float().view(P, G, Hkv, 1, D).transpose(1, 2))
         own_v.index_copy_(3, place, v.float().view(P, G, Hkv, 1, D).transpose(1, 2))
-        own_k, own_v = own_k[..., :T, :], own_v[..., :T, :]  # (P, Hkv, G, T, D)
-        q = q.float().mul(D**-0.5).view(P, G, Hkv, R, D).transpose(1, 2)  # (P, Hkv, G, R, D)
-        prompt_scores = q.flatten(2, 3) @ prompt_k.mT + prompt_bias  # (P, Hkv, G * R, S)
-        own_scores = q @ own_k.mT + own_bias  # (P, Hkv, G, R, T)
-        scores = torch.cat((prompt_scores.unflatten(2, (G, R)), own_scores), dim=-1)
-        probs = scores.softmax(dim=-1)  # (P, Hkv, G, R, S + T)
-        prompt_probs, own_probs = probs.split((prompt_k.shape[2], T), dim=-1)
-        y = (prompt_probs.flatten(2, 3) @ prompt_v).unflatten(2, (G, R)) + own_probs @ own_v
-    return y.transpose(1, 2).reshape(P * G, Hkv * R, 1, D).to(dtype)
+        own_k, own_v = (x.flatten(0, 2)[:, :T] for x in (own_k, own_v))  # (P * Hkv * G, T, D)
+        prompt_k, prompt_v = prompt_k.flatten(0, 1), prompt_v.flatten(0, 1)  # (P * Hkv, S, D)
+        q = q.float().view(P, G, Hkv, R, D).transpose(1, 2)  # (P, Hkv, G, R, D)
+        for_prompt, for_own = q.reshape(P * Hkv, G * R, D), q.reshape(P * Hkv * G, R, D)
+
+        prompt_scores = torch.baddbmm(prompt_bias, for_prompt, prompt_k.mT, alpha=scale)
+        own_scores = torch.baddbmm(own_bias, for_own, own_k.mT, alpha=scale)
+        scores = torch.cat((prompt_scores.view(-1, R, S), own_scores), dim=-1)
+        probs = scores.softmax(dim=-1)  # (P * Hkv * G, R, S + T)
+        y = probs[..., :S].reshape(P * Hkv, G * R, S) @ prompt_v  # (P * Hkv, G * R, D)
+        y = torch.baddbmm(y.view(-1, R, D), probs[..., S:], own_v)  # (P * Hkv * G, R, D)
+    return y.view(P, Hkv, G, R, D).transpose(1, 2).reshape(P * G, Hkv * R, 1, D).to(dtype)
 
 
 # ---- the sampler ---------------------------------------------------------------------------------
@@ -198,7 +204,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
         if noise is None:
             where = device if generator is None else generator.device
             noise = torch.rand(P, G, L, generator=generator, device=where)
-        noise = noise.to(device).view(P * G, L)
+        noise = noise.to(device).reshape(P * G, L)
         prompt_ids, lengths = pad(prompts, device)  # (P, S)
         hidden, prompt_kv = model.prefill(prompt_ids)  # (P, S, H)
         hidden = hidden[torch.arange(P, device=device), lengths - 1]  # (P, H)
@@ -257,8 +263,9 @@ def look_for_ends(ends, ids, rows, eos_ids, stop):
     first = since + hit.int().argmax(-1) + 1  # (B',)
     ends[rows] = torch.where(hit.any(-1) & (first < ends[rows]), first, ends[rows])
     if stop is not None:
-        for row in rows.tolist():
-            count = stop(ids[row, : ends[row]].tolist())
+        so_far = zip(rows.tolist(), ids[rows].tolist(), ends[rows].tolist())
+        for row, tokens, end in so_far:
+            count = stop(tokens[:end])
             if count is not None:
                 ends[row] = count
 
@@ -329,7 +336,8 @@ def main(argv):
     add("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
     add("--template_variables", type=json.loads, default={}, metavar="JSON",
         help='for the chat template, such as \'{"enable_thinking": false}\'')
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=("cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     add("--html", metavar="FILE", help="also write the group as a page")
     args = parser.parse_args(argv)

@@ -36,8 +36,8 @@ from lib.config import check_ranges, help_text
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command
 from lib.show import show_group
-from lib.training import (advise, before_rl, begin, check, end_step, finish, is_finished, plan,
-                          prepare, settings)
+from lib.training import (advise, before_rl, begin, check_together, end_step, finish, is_finished,
+                          plan, prepare, read_settings)
 from logprobs import head_loss, token_logps
 from rewards import reward_parts
 from sample import completion_texts, pad, plain_stop, sample, seeded_uniforms
@@ -123,6 +123,17 @@ PARTS = {"gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none
          "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
 
 
+def settings(argv):
+    """The command line -> (TrainConfig, what a resumed run does otherwise than before)."""
+    return read_settings(TrainConfig, argv, PARTS)
+
+
+def check(c, processes):
+    """ValueError, before anything is loaded or written, for what cannot work."""
+    check_ranges(c, CHOICES, RANGES)
+    check_together(c, processes)
+
+
 # ---- the pieces of a step ------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=4)
@@ -159,23 +170,29 @@ class Batch:
         return model.completion_hidden(self.prompt_ids, self.prompt_lengths, self.ids,
                                        self.prompt_of)
 
+    def spread(self, values):
+        """One number of each real token, (tokens,) -> (N, L), 0 on padding."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
     def micro_batches(self, rows, most):
         """Splits `rows`, a list of completions, into parts of at most `most` tokens with padding
         (a longer one stands alone). Completions of one prompt stay side by side, since each part
         runs each of its prompts once."""
         prompt_lengths, lengths = self.prompt_lengths.tolist(), self.mask.sum(1).tolist()
-        prompt_of, longest = self.prompt_of.tolist(), {}
+        prompt_of, longest, part = self.prompt_of.tolist(), {}, []
         for i in rows:
             longest[prompt_of[i]] = max(longest.get(prompt_of[i], 0), lengths[i])
-        part, prompts, Tp, L = [], set(), 0, 0
+
+        def padded(part):
+            prompts = {prompt_of[i] for i in part}
+            return (len(prompts) * max(prompt_lengths[p] for p in prompts)
+                    + len(part) * max(lengths[i] for i in part))
+
         for i in sorted(rows, key=lambda i: (longest[prompt_of[i]], prompt_of[i], lengths[i])):
-            more, prompt_length = prompts | {prompt_of[i]}, prompt_lengths[prompt_of[i]]
-            tokens = len(more) * max(Tp, prompt_length) + (len(part) + 1) * max(L, lengths[i])
-            if part and tokens > most:
+            if part and padded([*part, i]) > most:
                 yield part
-                part, more, Tp, L = [], {prompt_of[i]}, 0, 0
-            part, prompts = part + [i], more
-            Tp, L = max(Tp, prompt_length), max(L, lengths[i])
+                part = []
+            part.append(i)
         yield part
 
 
@@ -188,18 +205,18 @@ class Policy(torch.nn.Module):
 
     def forward(self, batch, token_loss, per_token, temperature=1.0):
         """token_loss(logps, *per_token) is a sum over tokens; per_token: tensors (N, L). Returns
-        the loss and the log-probs of all real tokens, one completion after another, (tokens,)."""
+        the loss and the log-probs (N, L)."""
         mask = batch.mask
         hidden = batch.hidden(self.model)[mask]  # (tokens, H)
-        return head_loss(hidden, self.model.head_weight, batch.ids[mask], token_loss,
-                         [x[mask] for x in per_token], temperature)
+        loss, logps = head_loss(hidden, self.model.head_weight, batch.ids[mask], token_loss,
+                                [x[mask] for x in per_token], temperature)
+        return loss, batch.spread(logps)
 
 
 def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
     """Adds the gradient of the loss of the completions `rows` to .grad: the sum over all processes.
     per_token: tensors (N, L). Returns the loss of this process, and log-probs (N, L), 0 elsewhere.
     """
-    rows = rows or [0]  # DDP waits for every process: one of weight 0 makes a gradient of zeros
     total, logps = 0.0, torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
     parts = list(batch.micro_batches(rows, run.c.micro_tokens))
     for part in parts:
@@ -208,11 +225,10 @@ def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
         waits = run.processes.size > 1 and part is not parts[-1]  # the last one sums gradients
         with run.policy.no_sync() if waits else contextlib.nullcontext():
             with run.autocast():
-                loss, part_logps = run.policy(micro, token_loss, [x[part, :L] for x in per_token],
-                                              temperature)
+                loss, logps[part, :L] = run.policy(
+                    micro, token_loss, [x[part, :L] for x in per_token], temperature)
             (loss * run.processes.size).backward()  # DDP takes the mean over processes
         total += loss.item()
-        logps[part, :L] = torch.zeros_like(logps[part, :L]).masked_scatter(micro.mask, part_logps)
     return total, logps
 
 
@@ -225,10 +241,9 @@ def reference_logps(run, batch, rows):
     with torch.no_grad(), run.autocast(), swapped:
         for part in batch.micro_batches(rows, run.c.micro_tokens):
             micro = batch.take(part)
-            hidden = micro.hidden(model)[micro.mask]  # (tokens, H)
-            found = token_logps(hidden, model.head_weight, micro.ids[micro.mask], run.c.temperature)
-            part_logps = torch.zeros_like(micro.ids, dtype=torch.float32)  # (n, L')
-            logps[part, : micro.ids.shape[1]] = part_logps.masked_scatter(micro.mask, found)
+            hidden, ids = micro.hidden(model)[micro.mask], micro.ids[micro.mask]  # (tokens, ..)
+            found = token_logps(hidden, model.head_weight, ids, run.c.temperature)  # (tokens,)
+            logps[part, : micro.ids.shape[1]] = micro.spread(found)
     return logps
 
 
@@ -349,7 +364,8 @@ def rl_step(run):
     batch = Batch(*pad(prompts, device), torch.arange(P, device=device).repeat_interleave(G),
                   s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
     per_token = [weights.flatten(0, 1), s.logps.flatten(0, 1)]  # (N, L) each
-    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist()  # others have no gradient
+    # others have no gradient; DDP waits for one from each process, so one of weight 0 is kept
+    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist() or [0]
     if run.reference is not None:
         rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
@@ -423,9 +439,8 @@ def main(argv):
     if "--help" in argv or "-h" in argv:
         print(help_text(TrainConfig, __doc__))
         return 0
-    c, changed = settings(TrainConfig, [word for word in argv if word != "--plan"], PARTS)
+    c, changed = settings([word for word in argv if word != "--plan"])
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    check_ranges(c, CHOICES, RANGES)
     check(c, processes)
     if "--plan" in argv:
         print(plan(c, processes))
@@ -435,7 +450,7 @@ def main(argv):
     with Signals() as signals, contextlib.closing(output):
         run = processes.agree(
             lambda: prepare(c, processes, output, signals, make_optimizer),
-            lambda run: {"first step": run.step, "settings": asdict(c), "problems": run.problems})
+            lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
         if not is_finished(run):
             begin(run, changed)
             parallel(run)

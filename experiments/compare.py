@@ -10,13 +10,12 @@ For each seed one warm-up (train.py --algo=sft) makes the start of all runs of t
 same seed gives them the same prompts and random numbers: runs of one seed differ in nothing but
 the algorithm and the learning rate. Each run is a train.py and an eval.py of its own, one after
 another, with one thread. The same command goes on after a stop: a finished run is not repeated,
-a stopped one continues from its checkpoint.
+a stopped one continues from its last checkpoint.
 """
 import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,12 +24,12 @@ import torch
 from tqdm import tqdm
 
 from data import build_prompt, demonstration, load_problems
-from lib.files import write_whole
+from lib.files import read_jsonl, write_whole
 from lib.run import command
 from model import GPT
 from rewards import TAGS
 from tokenizer import Tokenizer
-from tools.plot import read_curves, read_jsonl
+from tools.plot import read_curves
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALGORITHMS = {                                          # name: flags of train.py
@@ -42,8 +41,9 @@ ALGORITHMS = {                                          # name: flags of train.p
     "gtpo_no_filter": ["--algo=gtpo", "--entropy_filter=false"],
     "gtpo_gamma0": ["--algo=gtpo", "--gamma=0"],
 }
+# the same for all runs
 SETTINGS = dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
-                eval_problems=100, eval_samples=8)      # the same for all runs
+                eval_problems=100, eval_samples=8)
 KEY = ("algorithm", "learning_rate", "seed")            # which run it is; the rate of SFT is None
 LAST = 5                                                # steps that a figure "at the end" averages
 
@@ -56,38 +56,32 @@ def folder_of(a, algorithm, rate, seed):
 def commands(a, algorithm, rate, seed):
     """The train.py and the eval.py command of a run. The evaluation inside train.py is made as
     small as can be, since eval.py measures."""
-    folder = folder_of(a, algorithm, rate, seed)
+    folder, s = folder_of(a, algorithm, rate, seed), SETTINGS
     train = [sys.executable, os.path.join(ROOT, "train.py"), f"--out={folder}", f"--seed={seed}",
              "--data=arithmetic", "--device=cpu", "--resume", "--show_every=0",
-             "--eval_problems=1", "--eval_samples=1", f"--temperature={a.temperature:g}"]
+             "--eval_problems=1", "--eval_samples=1", f"--temperature={s['temperature']}"]
     if algorithm == "sft":
-        train += ["--algo=sft", f"--sft_steps={a.sft_steps}"]
+        train += ["--algo=sft", f"--sft_steps={s['sft_steps']}"]
     else:
         train += [*ALGORITHMS[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
-                  "--sft_steps=0", f"--learning_rate={rate:g}", f"--steps={a.steps}",
-                  f"--prompts_per_step={a.prompts_per_step}", f"--group_size={a.group_size}"]
+                  "--sft_steps=0", f"--learning_rate={rate:g}", f"--steps={s['steps']}",
+                  f"--prompts_per_step={s['prompts_per_step']}",
+                  f"--group_size={s['group_size']}"]
     evaluate = [sys.executable, os.path.join(ROOT, "eval.py"), f"--model={folder}/model",
-                "--data=arithmetic", f"--n={a.eval_samples}", f"--limit={a.eval_problems}",
-                f"--temperature={a.temperature:g}", "--max_new_tokens=48", f"--seed={seed}",
+                "--data=arithmetic", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
+                f"--temperature={s['temperature']}", "--max_new_tokens=48", f"--seed={seed}",
                 "--device=cpu", f"--out={folder}/eval.jsonl"]
     return train, evaluate
 
 
 def call(words):
-    """Runs a command, with one thread of arithmetic, and ends it when we are stopped.
-    RuntimeError with the end of its stderr when it fails."""
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                               text=True, errors="replace", start_new_session=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        errors = process.communicate()[1]
-    except KeyboardInterrupt:
-        process.terminate()                             # train.py saves a checkpoint and ends
-        process.communicate()
-        raise
-    if process.returncode:
-        last = "\n".join(re.split(r"[\r\n]+", errors.strip())[-5:])
-        raise RuntimeError(f"exit code {process.returncode}: {' '.join(words)}\n{last}")
+    """Runs a command, with one thread of arithmetic; it ends when we are stopped. RuntimeError
+    with the end of its stderr when it fails."""
+    done = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          errors="replace", env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        last = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise RuntimeError(f"exit code {done.returncode}: {' '.join(words)}\n{last}")
 
 
 @torch.no_grad()
@@ -148,7 +142,7 @@ def do_run(a, algorithm, rate, seed):
     for words in commands(a, algorithm, rate, seed):
         call(words)
     row = {"algorithm": algorithm, "learning_rate": rate, "seed": seed,
-           "settings": {k: getattr(a, k) for k in SETTINGS},
+           "settings": SETTINGS,
            **held_out_figures(f"{folder}/eval.jsonl"),
            "format_logp": format_logp(f"{folder}/model", load_problems("arithmetic", "test")[:64]),
            **training_figures(f"{folder}/metrics.jsonl")}
@@ -161,11 +155,9 @@ def finished(a):
     """The rows of the results so far. ValueError if they were made with other settings."""
     rows = read_jsonl(a.results, (*KEY, "settings")) if os.path.exists(a.results) else []
     for number, row in enumerate(rows, 1):
-        for name in SETTINGS:
-            there, now = row["settings"].get(name), getattr(a, name)
-            if there != now:
-                raise ValueError(f"{a.results}:{number}: has other settings: {name} is {there} "
-                                 f"there, {now} now. Take another --results and --out")
+        if row["settings"] != SETTINGS:
+            raise ValueError(f"{a.results}:{number}: has other settings, {row['settings']}. Take "
+                             "another --results and --out")
     return rows
 
 
@@ -173,22 +165,11 @@ def parse(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS-1 (default: 5)")
-    p.add_argument("--learning_rates", default="3e-4,7e-4,3e-3", help="default: 3e-4,7e-4,3e-3")
-    p.add_argument("--algorithms", default=",".join(ALGORITHMS), help="default: all of them")
-    for name, value in SETTINGS.items():
-        p.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
+    p.add_argument("--learning_rates", nargs="+", type=float, default=[3e-4, 7e-4, 3e-3])
+    p.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     p.add_argument("--out", default="out/compare", help="folder of the runs")
     p.add_argument("--results", default=os.path.join(ROOT, "experiments", "results.jsonl"))
-    a = p.parse_args(argv)
-    a.algorithms = a.algorithms.split(",")
-    for name in a.algorithms:
-        if name not in ALGORITHMS:
-            p.error(f"--algorithms: {name!r} is none of {', '.join(ALGORITHMS)}")
-    try:
-        a.learning_rates = [float(text) for text in a.learning_rates.split(",")]
-    except ValueError as e:
-        p.error(f"--learning_rates: {e}")
-    return a
+    return p.parse_args(argv)
 
 
 def main(argv):

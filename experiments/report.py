@@ -15,8 +15,8 @@ import os
 import statistics
 import sys
 
+from lib.files import read_jsonl
 from lib.run import command
-from tools.plot import read_jsonl
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results.jsonl")
 # P(|T| < t) = 0.95 for 1, 2, ... degrees of freedom; the last serves for more, a little wide

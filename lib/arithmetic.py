@@ -4,29 +4,23 @@ The task of the default run, which needs no download: two-digit additions, demon
 """
 import json
 import os
-import re
 
 import torch
 
-from data import Problem, check_choice, demonstration, digest
+from data import Problem, demonstration, digest
 from lib.files import write_whole
 from lib.hf import Config
 from model import GPT
 from tokenizer import ALPHABET, Tokenizer
 
 
-def arithmetic_problems(n=None, seed=0, split="train"):
-    """n two-digit additions (None: all of the split; of the 8,100 about 7/8 are train, the rest
-    test) in an order that follows from seed. `47+12?` has answer `59` and solution `7+2=9;4+1=5`:
-    units, then tens, with the carry as `+1`: `7+5=12;4+1+1=6`. a+b and b+a are on the same side of
-    the split, which does not depend on the seed. ValueError when there are not so many."""
-    check_choice("split", split, ("train", "test"))
+def arithmetic_problems(split="train"):
+    """The two-digit additions of a split: of all 8,100 about 7/8 are train, the rest test. `47+12?`
+    has answer `59` and solution `7+2=9;4+1=5`: units, then tens, with the carry as `+1`:
+    `7+5=12;4+1+1=6`. a+b and b+a are on the same side of the split."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)
              if (digest("split", f"{min(a, b)}+{max(a, b)}")[0] < 32) == (split == "test")]
-    if n is not None and not 0 < n <= len(pairs):
-        raise ValueError(f"{n} arithmetic problems asked for; the {split} split has {len(pairs)}")
-    pairs.sort(key=lambda pair: digest(seed, pair))
-    return [addition(a, b) for a, b in pairs[:n]]
+    return [addition(a, b) for a, b in sorted(pairs, key=lambda pair: digest(0, pair))]
 
 
 def addition(a, b, units_slip=0, tens_slip=0):
@@ -49,12 +43,8 @@ def imperfect_demonstration(problem, rng, wrong=0.45, broken=0.25):
     """A demonstration for the warm-up, which leaves RL something to improve. Independent draws from
     rng (random.Random): with probability `wrong` the units, the tens or both are off by one, and so
     is the answer that follows from them; with probability `broken` one of the four tags is missing,
-    misspelt, or has its slash wrong. ValueError for a problem that is no addition."""
-    operands = re.fullmatch(r"(\d\d)\+(\d\d)\?", problem.question)
-    if not operands:
-        raise ValueError("imperfect demonstrations are for arithmetic problems like '47+12?', "
-                         f"not {problem.question!r:.80}")
-    a, b = int(operands[1]), int(operands[2])
+    misspelt, or has its slash wrong."""
+    a, b = map(int, problem.question.removesuffix("?").split("+"))
     # The two steps slip independently, so that a policy that copies each step's odds is right as
     # often as the demonstrations are.
     odds = 1 - (1 - wrong) ** 0.5

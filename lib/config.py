@@ -2,8 +2,7 @@
 A dataclass of settings as a TOML file, as --flags and as --help.
 
 A field is one line, `name: type = default`, its type str, int, float, bool or dict. Its help is
-the comment behind it and the comment lines above it. Headings are one-line comments after a
-blank line.
+the comment behind it, or in the line above it. A comment after a blank line is a heading.
 """
 import inspect
 import json
@@ -20,27 +19,25 @@ from lib.files import nearest
 EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false",
             dict: 'names with values, {"name": value} on the command line'}
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-BOUNDS = {">=": (operator.ge, "{} or more"), ">": (operator.gt, "above {}"),
-          "<": (operator.lt, "below {}"), "<=": (operator.le, "{} or less")}
+BOUNDS = {">=": operator.ge, ">": operator.gt, "<": operator.lt, "<=": operator.le}
 
 
 def help_text(config_class, introduction):
     """--help: every field with its default and its comment, read from the source."""
     defaults = asdict(config_class())
-    lines, comment, new_part = [introduction.strip()], [], True
+    lines, before, above = [introduction.strip()], "", ""
     for line in map(str.strip, inspect.getsource(config_class).splitlines()):
         field = re.match(r"(\w+): .*?(?:  # (.*))?$", line)
-        if line.startswith("#") and new_part:
+        if line.startswith("#") and (not before or before.startswith("class ")):
             lines.append("\n" + line.lstrip("# "))
         elif line.startswith("#"):
-            comment.append(line.lstrip("# "))
+            above = line.lstrip("# ")
         elif field and field[1] in defaults:
             flag = f"  --{field[1]}={toml_value(defaults[field[1]])}".ljust(36) + " "
-            text = " ".join([*comment, field[2] or ""])
-            lines.append(textwrap.fill(text, 100, initial_indent=flag, subsequent_indent=" " * 37,
-                                       break_on_hyphens=False, break_long_words=False) or flag)
-            comment = []
-        new_part = not line or line.startswith("class ")
+            lines.append(textwrap.fill(field[2] or above, 100, initial_indent=flag,
+                                       subsequent_indent=" " * 37, break_on_hyphens=False) or flag)
+            above = ""
+        before = line
     return "\n".join(lines)
 
 
@@ -129,41 +126,35 @@ def read_toml(path):
 
 def convert(kind, value, what):
     """The text of a flag, or the value of a TOML key, as the type of the field."""
-    given = value
+    given, reason = value, ""
     try:
-        if isinstance(value, str) and kind is bool:
-            value = BOOLEANS[value.lower()]
-        elif isinstance(value, str) and kind is dict:
-            value = json.loads(value)
+        if isinstance(value, str) and kind in (bool, dict):
+            value = BOOLEANS[value.lower()] if kind is bool else json.loads(value)
         elif isinstance(value, str) or (kind is float and type(value) is int):
             value = kind(value)
-    except (ValueError, KeyError, OverflowError, RecursionError):
-        pass  # it keeps its type, which is not the field's
-    reason = ""
-    if type(value) is kind:
-        try:
-            toml_value(value).encode()
-            return value
-        except (ValueError, RecursionError) as e:
-            reason = f" ({e})"
-    raise ValueError(f"{what}: expected {EXPECTED[kind]}, found {given!r}{reason}")
+        toml_value(value).encode()  # it will be written to the run's config.toml
+    except (ValueError, KeyError, OverflowError, RecursionError) as e:
+        reason = f" ({e})"
+    if reason or type(value) is not kind:
+        raise ValueError(f"{what}: expected {EXPECTED[kind]}, found {given!r}{reason}")
+    return value
 
 
 def check_ranges(config, choices, ranges):
     """Refuses a value that is none of choices[name], or outside ranges[name], a text such as
-    ">= 1" or "> 0 and <= 1". Whole numbers also stay below 2**31 where no upper end is named."""
+    ">= 1" or "> 0 and <= 1". Whole numbers stay below 2**31, too."""
     for name, allowed in choices.items():
         value = getattr(config, name)
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: should be one of {', '.join(allowed)}")
     for name, text in ranges.items():
         value = getattr(config, name)
-        if isinstance(value, int) and "<" not in text:
+        if isinstance(value, int):
             text += f" and < {2**31}"
-        bounds = [bound.split() for bound in text.split(" and ")]
-        if not all(BOUNDS[sign][0](value, float(number)) for sign, number in bounds):
-            words = " and ".join(BOUNDS[sign][1].format(number) for sign, number in bounds)
-            raise ValueError(f"{name}={value}: should be {words}")
+        for bound in text.split(" and "):
+            sign, number = bound.split()
+            if not BOUNDS[sign](value, float(number)):
+                raise ValueError(f"{name}={value}: should be {text}")
 
 
 def to_toml(config):

@@ -40,8 +40,6 @@ def check_folder(folder):
     folder = os.fspath(folder)
     if os.path.isdir(folder):
         return
-    if os.path.exists(folder):
-        raise FileNotFoundError(f"{folder}: no such folder but a file; give its folder")
     name = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
     if not name:
         raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format")
@@ -60,23 +58,50 @@ def check_model_folder(folder):
                          f"({base}) as --model and this folder as --adapter")
 
 
-def write_whole(path, write, mode="w"):
-    """write(file), beside the path, flushed to the disk, then renamed: what stood there stays
-    until the new file is whole. Its mode is 0666 less the umask. OSError says what went wrong."""
-    path = os.fspath(path)
+def read_jsonl(path, needs=()):
+    """The objects in a JSONL file, each with the keys `needs`. What follows the last line's end is
+    left out: a kill has cut it off. ValueError names a line that is no such object."""
+    with open(path, encoding="utf-8", errors="replace") as f:
+        lines = f.read().split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and set(needs) <= row.keys():
+                rows.append(row)
+        if len(rows) < number:
+            raise ValueError(f"{path}:{number}: not a JSON object"
+                             + f" with {', '.join(needs)}" * bool(needs) + "; mend or remove it")
+    return rows
+
+
+@contextlib.contextmanager
+def beside(path):
+    """The name of a new file beside `path`. When it is written it is flushed to the disk and
+    renamed: what stood there stays until then. Its mode is 0666 less the umask. OSError says what
+    went wrong."""
+    new = os.fspath(path) + ".tmp"
     try:
-        with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
-            write(f)
-            f.flush()
+        yield new
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(new, 0o666 & ~umask)  # safetensors makes files that only their owner can read
+        with open(new, "rb") as f:
             os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
+        os.replace(new, path)
     except (OSError, RuntimeError) as e:
         with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
+            os.remove(new)
         while e.__context__ and not isinstance(e, OSError):  # torch.save hides it in a RuntimeError
             e = e.__context__
         raise OSError(f"{path}: could not be written ({e}); what stood there before is "
                       "untouched") from None
+
+
+def write_whole(path, write, mode="w"):
+    """write(file), into a file beside the path that then takes its place."""
+    with beside(path) as new, open(new, mode, encoding=None if "b" in mode else "utf-8") as f:
+        write(f)
 
 
 def nearest(name, known):

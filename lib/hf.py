@@ -5,13 +5,12 @@ Hugging Face folders: config.json and the weights, in and out.
     dtype = load_weights(model, folder)     # every tensor by its name, every shape checked
     save_folder(model, folder, dtype)       # opens in transformers and vLLM
 """
-import collections
-import contextlib
 import json
 import math
 import os
 import re
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lib.files import check_model_folder, read_json, refuse_lfs_pointer, write_whole
+from lib.files import beside, check_model_folder, read_json, refuse_lfs_pointer, write_whole
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 TYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -51,7 +51,7 @@ class Config:
     o_bias: bool
     mlp_bias: bool
     initializer_range: float
-    rope: dict  # rope_type, rope_theta and, for llama3, the four scaling numbers
+    rope: dict  # rope_type, rope_theta and, for llama3, LLAMA3_ROPE
     raw: dict = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -64,10 +64,7 @@ class Config:
                              f"{', '.join(MODEL_TYPES)}")
         get, llama = partial(read_field, raw, where), kind == "llama"
         heads, hidden_size = get("num_attention_heads", int), get("hidden_size", int)
-        if raw.get("head_dim") is None and kind != "qwen3" and hidden_size % heads:
-            raise ValueError(f"{where}: hidden_size {hidden_size} is not divisible by "
-                             f"num_attention_heads {heads} and head_dim is not given")
-        attention_bias = get("attention_bias", bool, False)
+        attention_bias = kind in ("llama", "qwen3") and get("attention_bias", bool, False)
         config = cls(
             model_type=kind,
             vocab_size=get("vocab_size", int),
@@ -80,74 +77,57 @@ class Config:
             max_position_embeddings=get("max_position_embeddings", int, 2048 if llama else None),
             rms_norm_eps=get("rms_norm_eps", float, 1e-6),
             tie_word_embeddings=get("tie_word_embeddings", bool, False),
-            qkv_bias=kind == "qwen2" or kind in ("llama", "qwen3") and attention_bias,
-            o_bias=kind in ("llama", "qwen3") and attention_bias,
+            qkv_bias=kind == "qwen2" or attention_bias,
+            o_bias=attention_bias,
             mlp_bias=llama and get("mlp_bias", bool, False),
             initializer_range=get("initializer_range", float, 0.02),
             rope=read_rope(raw, where),
             raw=raw)
-        check_config(config, where)
+        if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ValueError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only "
+                             "silu")
+        if raw.get("quantization_config"):
+            raise ValueError(f"{where}: the weights are quantized (quantization_config); use the "
+                             "original float checkpoint")
+        refuse_window(config, where)
         return config
 
 
 def read_field(raw, where, name, kind, default=None):
-    """raw[name] as a positive int, a positive float or a bool; missing or null: the default."""
+    """raw[name], a positive int, a positive float or a bool; missing or null: the default."""
     value = raw.get(name)
     if value is None:
         value = default
     if value is None:
         raise ValueError(f"{where}: field {name!r} is missing")
-    if kind is float and type(value) is int and abs(value) < 2**31:
-        value = float(value)
-    largest = 2**31 if kind is int else math.inf
-    if type(value) is not kind or kind is not bool and not 0 < value < largest:
+    kinds = (int, float) if kind is float else (kind,)
+    if type(value) not in kinds or kind is not bool and not 0 < value < 2**63:
         expected = "bool" if kind is bool else f"positive {kind.__name__}"
         raise ValueError(f"{where}: field {name!r} should be a {expected}, found {value!r}")
     return value
 
 
-def check_config(c, where):
-    """ValueError if the numbers do not fit together, or ask for what model.py does not do."""
-    if c.num_attention_heads % c.num_key_value_heads:
-        raise ValueError(f"{where}: num_attention_heads {c.num_attention_heads} is not a multiple "
-                         f"of num_key_value_heads {c.num_key_value_heads}")
-    if c.num_hidden_layers > 1000:
-        raise ValueError(f"{where}: num_hidden_layers {c.num_hidden_layers} must be a mistake")
-    if c.head_dim % 2:
-        raise ValueError(f"{where}: head_dim {c.head_dim} is odd; rotary embedding needs pairs")
-    if c.raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"{where}: hidden_act {c.raw['hidden_act']!r} is not supported, only silu")
-    if c.raw.get("quantization_config"):
-        raise ValueError(f"{where}: the weights are quantized (quantization_config); use the "
-                         "original float checkpoint")
-    window = c.raw.get("sliding_window", 4096)  # what transformers takes when it is absent
-    if uses_window(c) and not (type(window) is int and window >= c.max_position_embeddings):
-        raise ValueError(f"{where}: sliding-window attention is not supported (sliding_window "
-                         f"{window!r}, layer_types {c.raw.get('layer_types')!r}); set "
-                         "sliding_window to null if all your sequences are shorter")
-
-
-def uses_window(c):
-    """Mistral's layers see a window if config.json has its size; Qwen's if layer_types says so, or,
-    without that, use_sliding_window and max_window_layers do."""
+def refuse_window(c, where):
+    """ValueError if a layer sees less than the whole context. Mistral's do if config.json has the
+    size of a window; Qwen's if layer_types says so, or, without that, use_sliding_window and
+    max_window_layers do."""
     layer_types, full_layers = c.raw.get("layer_types"), c.raw.get("max_window_layers", 28)
-    has_window = c.raw.get("sliding_window", 4096) is not None
-    if c.model_type == "mistral":
-        return has_window
-    if layer_types is not None:
-        return type(layer_types) is not list or any(t != "full_attention" for t in layer_types)
-    all_full = type(full_layers) is int and full_layers >= c.num_hidden_layers
-    return has_window and bool(c.raw.get("use_sliding_window")) and not all_full
+    if layer_types:
+        slides = any(layer_type != "full_attention" for layer_type in layer_types)
+    else:
+        slides = c.raw.get("use_sliding_window") and full_layers < c.num_hidden_layers
+    window = c.raw.get("sliding_window", 4096)  # what transformers takes when it is absent
+    wide = window is None or type(window) is int and window >= c.max_position_embeddings
+    if not wide and (slides or c.model_type == "mistral"):
+        raise ValueError(f"{where}: sliding-window attention is not supported (sliding_window "
+                         f"{window!r}, layer_types {layer_types!r}); set sliding_window to null if "
+                         "all your sequences are shorter")
 
 
 def read_rope(raw, where):
-    """The rotary embedding's parameters: `rope_parameters` (transformers 5), or `rope_theta` and
-    `rope_scaling` (transformers 4)."""
-    given, older = raw.get("rope_parameters"), raw.get("rope_scaling")
-    if given and older and given != older:
-        raise ValueError(f"{where}: rope_parameters and rope_scaling are both given and differ; "
-                         "keep the one that is right")
-    given = given or older or {}
+    """The rotary embedding's parameters: `rope_theta` and `rope_scaling` (transformers 4), or
+    `rope_parameters` (transformers 5). As in transformers, the older count if both are given."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
         raise ValueError(f"{where}: rope parameters should be one flat object, found {given!r}")
     kind = given.get("rope_type", given.get("type", "default"))
@@ -156,19 +136,9 @@ def read_rope(raw, where):
                          "and llama3")
     if raw.get("partial_rotary_factor", given.get("partial_rotary_factor")) not in (None, 1):
         raise ValueError(f"{where}: partial_rotary_factor is not supported")
-    numbers = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", 10000.0))}
-    if kind == "llama3":
-        for name in ("factor", "low_freq_factor", "high_freq_factor",
-                     "original_max_position_embeddings"):
-            numbers[name] = given.get(name)
-    for name, value in numbers.items():
-        if type(value) not in (int, float) or not 0 < value < 2**63:
-            raise ValueError(f"{where}: rope field {name!r} should be a positive number, "
-                             f"found {value!r}")
-    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        raise ValueError(f"{where}: rope field 'low_freq_factor' should be smaller than "
-                         "'high_freq_factor'")
-    return {"rope_type": kind, **numbers}
+    given = {"rope_theta": raw.get("rope_theta", 10000.0), **given}
+    names = ("rope_theta", *LLAMA3_ROPE) if kind == "llama3" else ("rope_theta",)
+    return {"rope_type": kind, **{name: read_field(given, where, name, float) for name in names}}
 
 
 def rope_frequencies(head_dim, rope):
@@ -198,10 +168,10 @@ def read_config(folder):
 
 def load_weights(model, folder):
     """Copies the weights of `folder` into the model, one tensor at a time, and returns the dtype
-    that most of them have in the files. ValueError: a tensor is missing, misshapen, there twice,
-    of no float type, or has no place."""
+    that most of them have in the files. ValueError: a tensor is missing, misshapen, of no float
+    type, or has no place."""
     params = dict(model.named_parameters())
-    filled, sizes, tied_head = {}, collections.Counter(), None
+    filled, sizes, tied_head = set(), Counter(), None
     for name, tensor, file in read_tensors(folder, "model.safetensors", "pytorch_model.bin"):
         # a constant that old files carry
         if name.endswith("rotary_emb.inv_freq"):
@@ -212,20 +182,18 @@ def load_weights(model, folder):
         if name not in params:
             raise ValueError(f"{file}: tensor {name!r} has no place in a {model.config.model_type} "
                              "model of this config.json")
-        if name in filled:
-            raise ValueError(f"{file}: tensor {name!r} also stands in {filled[name]}")
         check_tensor(name, tensor, file, params[name].shape, "config.json asks")
         params[name].copy_(tensor)
-        filled[name] = file
+        filled.add(name)
         sizes[tensor.dtype] += tensor.numel()
     missing = [name for name in params if name not in filled]
     if missing:
-        raise ValueError(f"{folder}: the weights lack {len(missing)} tensor"
-                         f"{'s' * (len(missing) > 1)}, the first is {missing[0]!r}")
+        raise ValueError(f"{folder}: the weights lack {len(missing)} of {len(params)} tensors, the "
+                         f"first is {missing[0]!r}")
     if tied_head and not same_values(tied_head[0], params["model.embed_tokens.weight"]):
         raise ValueError(f"{tied_head[1]}: tensor 'lm_head.weight' differs from the embedding "
                          "although config.json says tie_word_embeddings; set it to false")
-    return max(sizes, key=sizes.get)
+    return sizes.most_common(1)[0][0]
 
 
 def check_tensor(name, tensor, file, shape, who_asks):
@@ -250,8 +218,7 @@ def read_tensors(folder, safe_name, bin_name):
                                     "download it, too")
         with open(path, "rb") as f:
             refuse_lfs_pointer(path, f.read(64))
-        read = read_safetensors if path.endswith(".safetensors") else read_bin
-        for name, tensor in read(path):
+        for name, tensor in read_file(path):
             yield name, tensor, path
 
 
@@ -261,38 +228,25 @@ def weight_files(folder, safe_name, bin_name):
         if os.path.isfile(path):
             return [path]
         index = read_json(path + ".index.json", default=None)
-        if index is None:
-            continue
-        names = index.get("weight_map")
-        files = set(names.values()) if isinstance(names, dict) else {None}
-        if not all(isinstance(file, str) and os.path.basename(file) == file for file in files):
-            raise ValueError(f"{path}.index.json: field 'weight_map' should map each tensor to a "
-                             "file in the same folder")
-        return [os.path.join(folder, file) for file in sorted(files)]
+        if index is not None:
+            files = sorted(set(index.get("weight_map", {}).values()))
+            return [os.path.join(folder, os.path.basename(file)) for file in files]
     raise FileNotFoundError(f"{folder}: has no weights ({safe_name} or {bin_name}, whole or in "
                             "shards with an index)")
 
 
-def read_safetensors(path):
+def read_file(path):
+    """Yields (name, tensor) of one file. Of a .bin only plain tensors are unpickled, no code."""
     try:
-        with safe_open(path, framework="pt") as f:
-            for name in f.keys():
-                yield name, f.get_tensor(name)
-    except (SafetensorError, OSError) as e:
-        raise ValueError(f"{path}: not a readable safetensors file ({e}); download it "
-                         "again") from None
-
-
-def read_bin(path):
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if path.endswith(".safetensors"):
+            with safe_open(path, framework="pt") as f:
+                for name in f.keys():
+                    yield name, f.get_tensor(name)
+        else:
+            yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
     except Exception as e:  # torch raises many kinds for a broken or unsafe pickle
-        raise ValueError(f"{path}: not a readable PyTorch file of plain tensors "
-                         f"({type(e).__name__}: {str(e)[:200]})") from None
-    values = tensors.values() if isinstance(tensors, dict) else [None]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        raise ValueError(f"{path}: expected a dictionary of tensors")
-    yield from tensors.items()
+        raise ValueError(f"{path}: not a readable file of tensors ({type(e).__name__}: "
+                         f"{str(e)[:200]}); download it again") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -326,7 +280,7 @@ def merged_parameter(model, name):
 def write_shards(folder, model, dtype, shard_bytes):
     """Writes the weights to a folder inside and moves the files up. Those of an earlier save stay
     until then, and go if they are not overwritten: two sets of weights are ambiguous."""
-    shards, room, total = [], 0, 0
+    shards, room = [], 0
     for name, p in model.named_parameters():
         if "lora_" in name:
             continue
@@ -335,49 +289,40 @@ def write_shards(folder, model, dtype, shard_bytes):
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
-        room, total = room - size, total + size
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    files = dict(zip(names, shards)) if len(shards) > 1 else {"model.safetensors": shards[0]}
-    beside = os.path.join(folder, "saving")
-    os.makedirs(beside, exist_ok=True)
+        room -= size
+    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names
+             for i, names in enumerate(shards, 1)}
+    if len(shards) == 1:
+        files = {"model.safetensors": shards[0]}
+    new, total, saving = list(files), 0, os.path.join(folder, "saving")
+    os.makedirs(saving, exist_ok=True)
     try:
-        for file, part in files.items():
-            tensors = {name: merged_parameter(model, name).to(dtype) for name in part}
-            save_tensors(os.path.join(beside, file), tensors)
-        new, old = list(files), [file for file in os.listdir(folder) if WEIGHTS.fullmatch(file)]
-        if len(files) > 1:
-            write_json(os.path.join(beside, INDEX), {
-                "metadata": {"total_size": total},
-                "weight_map": {name: file for file, part in files.items() for name in part}})
+        for file, names in files.items():
+            tensors = {name: merged_parameter(model, name).to(dtype) for name in names}
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            save_tensors(os.path.join(saving, file), tensors)
+        if len(shards) > 1:
             new.append(INDEX)
-            # a folder that is half old, half new has no index, and is refused
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(folder, INDEX))
+            write_json(os.path.join(saving, INDEX), {
+                "metadata": {"total_size": total},
+                "weight_map": {name: file for file, names in files.items() for name in names}})
+        # the index goes first and comes last: a folder that is half old, half new is refused
+        for file in os.listdir(folder):
+            if WEIGHTS.fullmatch(file) and file not in files:
+                os.remove(os.path.join(folder, file))
         for file in new:
-            os.replace(os.path.join(beside, file), os.path.join(folder, file))
-        for file in set(old) - set(new):
-            os.remove(os.path.join(folder, file))
+            os.replace(os.path.join(saving, file), os.path.join(folder, file))
     finally:
-        shutil.rmtree(beside)
+        shutil.rmtree(saving)
 
 
 def save_tensors(path, tensors):
-    """Writes a safetensors file beside, and renames it. Other users may read it, as far as the
-    umask lets them (safetensors 0.8 makes files that only their owner can read)."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    try:
-        save_file(tensors, path + ".tmp", metadata={"format": "pt"})
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(path + ".tmp", 0o666 & ~umask)
-        with open(path + ".tmp", "rb") as f:
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    except (SafetensorError, OSError) as e:  # a full disk, for example
-        with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
-        raise OSError(f"{path}: could not be written ({e}); what stood there before is "
-                      "untouched") from None
+    with beside(path) as new:
+        try:
+            save_file(tensors, new, metadata={"format": "pt"})
+        except SafetensorError as e:  # a full disk, for example
+            raise OSError(e) from None
 
 
 def write_json(path, content):
@@ -391,5 +336,5 @@ def copy_files(source, target, names):
     for name in names:
         path = os.path.join(source, name)
         if os.path.isfile(path):
-            with open(path, "rb") as f:
-                write_whole(os.path.join(target, name), partial(shutil.copyfileobj, f), "wb")
+            with beside(os.path.join(target, name)) as new:
+                shutil.copyfile(path, new)

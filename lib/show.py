@@ -8,6 +8,8 @@ import os
 import sys
 
 MEANING = {2: "conflict tokens where A > 0", 0: "conflict tokens where A < 0, not punished"}
+# of a weight: what stands before and behind its tokens, their color on a terminal
+MARKS = {2: ("[[", "]]", "1;32"), 0: ("((", "))", "34")}
 
 
 def printable(text):
@@ -43,26 +45,21 @@ def heading(question, gold):
 
 
 def legend(mask, lam, mark, sample=".."):
-    """What the marks that occur mean, None if every token has weight 1."""
+    """What the marks that occur mean."""
     weights = sorted(set(lam[mask.bool()].tolist()) - {1}, reverse=True)
     parts = [f"{mark(sample, w)} weight {w:g}" + (f": {MEANING[w]}" if w in MEANING else "")
              for w in weights]
-    return "; ".join([*parts, "all else weight 1"]) if parts else None
+    return "; ".join([*parts, "all else weight 1"])
 
 
-# ------------------------------------------------------------------------------------------------
-# on the screen
+# ---- on the screen -------------------------------------------------------------------------------
 
 def text_mark(piece, weight, color=False):
     """A piece with the marks of its weight, and in color if asked for."""
     if weight == 1:
         return piece
-    if weight == 0:
-        piece, code = f"(({piece}))", "34"
-    elif weight == 2:
-        piece, code = f"[[{piece}]]", "1;32"
-    else:
-        piece, code = f"[[{piece}]]x{weight:g}", "35"
+    before, behind, code = MARKS.get(weight, ("[[", f"]]x{weight:g}", "35"))
+    piece = before + piece + behind
     return f"\x1b[{code}m{piece}\x1b[0m" if color else piece
 
 
@@ -77,12 +74,10 @@ def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entrop
         figures = f"{rewards[g]:6.1f} {advantages[g]:+10.2f} {entropy[g]:8.3f} {n:7d}"
         text = "".join(text_mark(piece, weight, color) for piece, weight in runs)
         lines.append(f"{figures}  {'' if kept[g] else '(filtered) '}{text}")
-    explained = legend(mask, lam, text_mark)
-    return "\n".join(lines + ([explained] if explained else []))
+    return "\n".join([*lines, legend(mask, lam, text_mark)])
 
 
-# ------------------------------------------------------------------------------------------------
-# in the browser
+# ---- in the browser ------------------------------------------------------------------------------
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8">
@@ -125,7 +120,6 @@ def group_page(tokenizer, question, gold, ids, mask, rewards, advantages, entrop
         items.append(f'<li class="{sign}{"" if kept[g] else " filtered"}">'
                      f"<small>{figures}</small><code>{text}</code></li>")
     asked = html.escape(heading(question, gold))
-    explained = legend(mask, lam, page_mark, "like this")
     return (f"{PAGE}<p>{asked}</p>\n<ol>\n" + "\n".join(items) + "\n</ol>\n"
-            + (f"<p>{explained}.</p>\n" if explained else "")
+            + f"<p>{legend(mask, lam, page_mark, 'like this')}.</p>\n"
             + "<p>A: the advantage. Entropy: mean over the tokens, in nats.</p>\n</html>\n")

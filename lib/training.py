@@ -87,7 +87,7 @@ GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
         "timeout_minutes": "a constant of lib/run.py"}
 
 
-def settings(config_class, argv, parts):
+def read_settings(config_class, argv, parts):
     """The command line -> (settings, what a resumed run does otherwise than before). A run that
     goes on reads its own config.toml in place of a preset. parts: the defaults of each algo."""
     words = dict(gone=GONE, aliases={"name": "out=out/{}"}, defaults_of={"algo": parts},
@@ -105,7 +105,7 @@ def settings(config_class, argv, parts):
     return now, changed
 
 
-def check(c, processes):
+def check_together(c, processes):
     """Refuses settings that do not go together. ValueError says why."""
     if c.overwrite and c.resume != "no":
         raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "
@@ -254,12 +254,15 @@ def restore(run, state):
             raise ValueError(f"{path}: {what}; a run goes on with what it began with: start "
                              "another with --out=OTHER")
     own = {name: tuple(p.shape) for name, p in trained(model).items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+    saved = {name: tuple(getattr(x, "shape", ())) for name, x in state["model"].items()}
     for name in [*own, *saved]:
         if own.get(name) != saved.get(name):
             raise ValueError(f"{path}: tensor {name!r} is {saved.get(name, 'missing')} in the "
                              f"checkpoint and {own.get(name, 'missing')} in this model; resume "
                              "with the model that the run began with")
+    if run.c.beta and model.lora and state["step"] > run.c.sft_steps and not state["reference"]:
+        raise ValueError(f"{path}: beta={run.c.beta} needs the adapter as it was before RL, which "
+                          "a run that began with beta=0 did not keep; start another: --out=OTHER")
     model.load_state_dict(state["model"], strict=False)  # it may hold an adapter alone
     try:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -292,8 +295,6 @@ def begin(run, changed):
     if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
-
-
     if compiles(run):
         run.say("compiling: the first steps of each kind take a minute or more")
         run.model.compile_layers()

@@ -5,12 +5,10 @@ import re
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from data import Problem, demonstration, load_problems
-from lib.arithmetic import (addition, arithmetic_problems, imperfect_demonstration, make_tiny_model,
-                            write_byte_tokenizer)
+from lib.arithmetic import addition, imperfect_demonstration, make_tiny_model
 from model import GPT
 from tokenizer import Tokenizer
 
@@ -35,31 +33,15 @@ def test_every_addition_is_right_and_on_one_side():
         assert second == f"{a // 10}+{b // 10}{carry}={(a + b) // 10}"
 
 
-def test_by_hand_and_by_count():
+def test_by_hand():
     by = {p.question: p for s in ("train", "test") for p in load_problems("arithmetic", s)}
     assert by["47+12?"] == Problem("47+12?", "59", "7+2=9;4+1=5", None, "arithmetic")
     assert (by["47+15?"].solution, by["47+15?"].answer) == ("7+5=12;4+1+1=6", "62")
     assert (by["99+91?"].solution, by["99+91?"].answer) == ("9+1=10;9+9+1=19", "190")
-    some = arithmetic_problems(100, seed=1)
-    assert some == arithmetic_problems(100, seed=1) and len(set(some)) == 100
-    assert some != arithmetic_problems(100, seed=2)
-    assert some == arithmetic_problems(200, seed=1)[:100]
-    assert set(some) <= set(load_problems("arithmetic"))
-    for n in (0, 9000):
-        with pytest.raises(ValueError, match=f"{n} arithmetic problems asked for; the test split"):
-            arithmetic_problems(n, split="test")
-
-
-def test_length_of_completions():
-    """About 31 tokens with the end token, where `< </ reason ing answer >` are one token each."""
-    lengths = [len(re.findall(r"</|reason|ing|answer|.", demonstration(p))) + 1
-               for p in load_problems("arithmetic")]
-    assert 30 < sum(lengths) / len(lengths) < 32 and max(lengths) <= 33
 
 
 def test_imperfect_demonstrations_have_the_shares_they_state():
-    """Over 2,000: 45% wrong answers, 25% broken tags, independent of each other; a wrong answer
-    follows from a wrong step."""
+    """45% wrong answers, 25% broken tags, independent; a wrong answer follows from a wrong step."""
     problems, rng = load_problems("arithmetic")[:2000], random.Random(7)
     texts = [imperfect_demonstration(p, rng) for p in problems]
     found = [ALL_TAGS.fullmatch(t) for t in texts]
@@ -75,14 +57,10 @@ def test_imperfect_demonstrations_have_the_shares_they_state():
             slips.add(int(m[2]) - int(p.answer))
     # units, tens, or both off by one
     assert slips == {-11, -10, -9, -1, 0, 1, 9, 10, 11}
-    broken = [t for t, m in zip(texts, found) if not m]
-    assert all(re.sub("<[^<>]*>", "", t) for t in broken)
-    kinds = {tuple(re.findall("<[^<>]*>", t)) for t in broken}
     # each of 4 tags missing, misspelt, slash wrong
+    kinds = {tuple(re.findall("<[^<>]*>", t)) for t, m in zip(texts, found) if not m}
     assert ("<reasoning>", "</reasoning>", "<answer>", "</answer>") not in kinds
     assert len(kinds) == 12
-    again = random.Random(7)
-    assert texts == [imperfect_demonstration(p, again) for p in problems]
 
 
 def test_imperfect_demonstrations_at_the_ends():
@@ -93,17 +71,14 @@ def test_imperfect_demonstrations_at_the_ends():
         assert m and m[2] != p.answer
         assert re.fullmatch(r"\d\+\d=\d+;\d\+\d(\+1)?=\d+", m[1])
         assert not ALL_TAGS.fullmatch(imperfect_demonstration(p, rng, wrong=0, broken=1))
-    with pytest.raises(ValueError, match="arithmetic problems like"):
-        imperfect_demonstration(Problem("Why?", "1", "s"), rng)
 
 
 def test_same_in_every_process():
     """Guards against splits or orders that hang on the hash seed, which differs between ranks."""
-    code = ("import data, hashlib, random; from lib.arithmetic import imperfect_demonstration as i;"
+    code = ("import data, random; from lib.arithmetic import imperfect_demonstration;"
             "p = data.load_problems('arithmetic'); r = random.Random(1);"
-            "t = [q.question for q in p + data.held_out(p, 99, seed=5)[1]];"
-            "t += [i(q, r) for q in p[:99]];"
-            "print(hashlib.sha256(' '.join(t).encode()).hexdigest())")
+            "print([q.question for q in p + data.held_out(p, 99, seed=5)[1]],"
+            "[imperfect_demonstration(q, r) for q in p[:99]])")
     seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                            env=os.environ | {"PYTHONHASHSEED": seed}, check=True).stdout
             for seed in ("1", "2")}
@@ -118,8 +93,7 @@ def test_tiny_model_follows_from_the_seed(tmp_path):
     assert 0.7e6 < sum(w.numel() for w in a.values()) < 0.8e6
     assert all(torch.equal(w, b[name]) for name, w in a.items())
     assert not all(torch.equal(w, c[name]) for name, w in a.items())
-    write_byte_tokenizer(tmp_path / "t")
-    tokenizer = Tokenizer.from_pretrained(tmp_path / "t")
+    tokenizer = Tokenizer.from_pretrained(tmp_path / "a")
     assert tokenizer.vocab_size == 272 and tokenizer.eos_ids == (269,)
     assert len(tokenizer.encode("<reasoning></answer>")) == 7
     ids = tokenizer.chat_ids([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}])

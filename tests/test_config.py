@@ -15,8 +15,7 @@ class Settings:
     # what to train
     out: str = "out/demo"  # folder of the run
     algo: str = "gtpo"  # gtpo, grpo or sft
-    # a long comment stands above its field,
-    # and may go on, --like-this
+    # a long comment, for which there is no room behind, stands above its field, --like-this
     model: str = ""
 
     # how
@@ -60,23 +59,13 @@ def test_flags_take_the_type_of_the_field():
     assert type(c.rate) is float and Settings(**given) == c and len(given) == 8
 
 
-def test_flags_that_can_stand_alone_leave_the_next_word(tmp_path):
-    path = written(tmp_path, "steps = 5")
-    c, given = read("--overwrite", path, "--resume=auto")
-    assert (c.overwrite, c.steps, c.resume) == (True, 5, "auto")
-    assert given == {"overwrite": True, "resume": "auto"}
-
-
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    """A flag that can stand alone leaves the next word; a file given by the caller, as by a run
+    that goes on, takes the place of the preset."""
     path = written(tmp_path, "steps = 5\nrate = 1\n")
     assert read(path, "--steps=6") == (Settings(steps=6, rate=1.0), {"steps": 6})
-
-
-def test_another_file_takes_the_place_of_the_one_named(tmp_path):
-    """As a run that goes on reads its own config.toml, not the preset."""
-    path = written(tmp_path, "steps = 5\n")
-    assert read("preset.toml", "--rate=1", file=path)[0] == Settings(steps=5, rate=1.0)
-    assert read("--rate=1", file=path)[0] == Settings(steps=5, rate=1.0)
+    assert read("--overwrite", path)[0] == Settings(steps=5, rate=1.0, overwrite=True)
+    assert read("preset.toml", "--steps=6", file=path)[0] == Settings(steps=6, rate=1.0)
 
 
 def test_an_alias_is_read_as_its_setting(tmp_path):
@@ -84,28 +73,21 @@ def test_an_alias_is_read_as_its_setting(tmp_path):
     assert read(written(tmp_path, 'name = "{mine}"'))[0].out == "out/{mine}"
 
 
-@pytest.mark.parametrize("text", (
-    "template_variables = {thinking = false, tools = ['a', 1.5, {b = 2}]}",
-    "[template_variables]\nthinking = false\ntools = ['a', 1.5, {b = 2}]",
-))
-def test_a_table_in_a_file_is_the_same_as_json_on_the_command_line(tmp_path, text):
-    flag = '--template_variables={"thinking": false, "tools": ["a", 1.5, {"b": 2}]}'
-    assert read(written(tmp_path, text))[0] == read(flag)[0]
+def test_a_table_in_a_file_is_the_same_as_json_on_the_command_line(tmp_path):
+    file = written(tmp_path, "[template_variables]\nthinking = false\ntools = ['a', {b = 2}]")
+    flag = '--template_variables={"thinking": false, "tools": ["a", {"b": 2}]}'
+    assert read(file)[0] == read(flag)[0]
 
 
 @pytest.mark.parametrize("argv, says", [
     (["--stpes=1"], "flag --stpes does not exist; the nearest is steps "),
-    (["--Nam"], "nearest is name "),
     (["--steps=1.5"], "flag --steps: expected a whole number, found '1.5'"),
-    (["--rate=much"], "a number, found 'much'"), (["--rate=nan"], "a number"),
-    (["--rate=1e999"], "a number"), (["--conflict=maybe"], "true or false, found 'maybe'"),
-    (["--steps"], "flag --steps needs a value: --steps=..."), (["--steps", "--resume"], "needs a"),
+    (["--rate=nan"], "a number"), (["--rate=1e999"], "a number"),
+    (["--conflict=maybe"], "true or false, found 'maybe'"),
+    (["--steps", "--resume"], "flag --steps needs a value: --steps=..."),
     (["a.toml", "b.toml"], "two configuration files given, a.toml and b.toml"),
-    (["--out_dir=x"], "flag --out_dir is gone: use --out=FOLDER"),
     (["--merge"], "flag --merge is gone: save the merged model"),
     (["--template_variables={a: 1}"], r"command line, found '{a: 1}'"),
-    (["--template_variables=[1]"], "names with values"),
-    (['--template_variables={"a": null}'], "None cannot be kept"),
     (['--template_variables={"a": [NaN]}'], "nan cannot be kept"),
     (["--template_variables=" + '{"a":' * 2000 + "1" + "}" * 2000], "names with values"),
     (["--out=\udcff"], "expected text"),
@@ -120,8 +102,7 @@ def test_bad_flags_are_named(argv, says):
     ("stpes = 1", "key 'stpes' does not exist; the nearest is steps "),
     ("steps = '5'x", "not valid TOML"), ("steps = " + "9" * 5000, "not valid TOML"),
     ("x = " + "[" * 5000, "not valid TOML"), ("steps = true", "key 'steps': expected a whole"),
-    ("rate = 'much'", "a number"), ("rate = 1" + "0" * 400, "a number"),
-    ("rate = inf", "a number"), ("out = 2024", "text, found 2024"), ("[gtpo]\ngamma = 1", "gtpo"),
+    ("rate = 1" + "0" * 400, "a number"), ("out = 2024", "text, found 2024"),
     ("merge = true", "key 'merge' is gone: save the merged model"),
     ("[template_variables]\nday = 2026-01-01", "2026-01-01 cannot be kept"),
 ])
@@ -133,10 +114,9 @@ def test_bad_toml_is_named(tmp_path, text, says):
     assert says in str(e.value) and path in str(e.value)
 
 
-@pytest.mark.parametrize("words", (["nowhere.toml"], ["--conflict", "false"], ["steps=5"]))
-def test_a_missing_file_is_named(words):
-    with pytest.raises(FileNotFoundError, match=f"{words[-1]}: no such .* a flag is --name=value"):
-        read(*words)
+def test_a_missing_file_is_named():
+    with pytest.raises(FileNotFoundError, match="steps=5: no such .* a flag is --name=value"):
+        read("steps=5")
 
 
 # ---- settings that decide the defaults of others
@@ -145,15 +125,11 @@ def test_a_missing_file_is_named(words):
     ("", [], 0.1, True),
     ("", ["--algo=grpo"], 0.0, False),
     ("algo = 'grpo'", [], 0.0, False),
-    ("algo = 'grpo'\ngamma = 0.5", [], 0.5, False),               # a key of the file wins
-    ("gamma = 0.5\nalgo = 'grpo'", [], 0.5, False),
+    ("gamma = 0.5\nalgo = 'grpo'", [], 0.5, False),               # a key of the file wins
     ("algo = 'grpo'\ngamma = 0.5", ["--gamma=0.7"], 0.7, False),  # a flag wins over the key
     ("gamma = 0.5\nconflict = true", ["--algo=grpo"], 0.0, False),  # --algo resets both keys
-    ("gamma = 0.5", ["--algo=grpo", "--gamma=0.7"], 0.7, False),  # but no flag, in either order
-    ("gamma = 0.5", ["--gamma=0.7", "--algo=grpo"], 0.7, False),
-    ("algo = 'grpo'", ["--algo=gtpo"], 0.1, True),
+    ("gamma = 0.5", ["--gamma=0.7", "--algo=grpo"], 0.7, False),  # but no flag
     ("algo = 'grpo'\ngamma = 0.5", ["--algo=sft"], 0.1, True),    # sft has no row: the fields'
-    ("algo = 'grpo'\ngamma = 0.5", ["--algo=grpo"], 0.0, False),
 ])
 def test_algo_sets_the_defaults_of_the_switches(tmp_path, file, flags, gamma, conflict):
     """Field < row of algo < file (without the switches if --algo is a flag) < flag."""
@@ -166,11 +142,9 @@ def test_algo_sets_the_defaults_of_the_switches(tmp_path, file, flags, gamma, co
 
 @pytest.mark.parametrize("change, says", [
     ({"algo": "ppo"}, "algo='ppo': should be one of gtpo, grpo, sft"),
-    ({"steps": -1}, "steps=-1: should be 0 or more"),
-    ({"steps": 2**31}, "steps=2147483648: should be 0 or more and below 2147483648"),
-    ({"rate": 0.0}, "rate=0.0: should be above 0"),
-    ({"gamma": 1.0}, "gamma=1.0: should be 0 or more and below 1"),
-    ({"gamma": -0.1}, "gamma=-0.1: should be 0 or more and below 1"),
+    ({"steps": -1}, "steps=-1: should be >= 0"), ({"rate": 0.0}, "rate=0.0: should be > 0"),
+    ({"steps": 2**31}, "steps=2147483648: should be >= 0 and < 2147483648"),
+    ({"gamma": 1.0}, "gamma=1.0: should be >= 0 and < 1"),
 ])
 def test_values_that_cannot_work_are_refused(change, says):
     choices = {"algo": ("gtpo", "grpo", "sft")}
@@ -180,15 +154,6 @@ def test_values_that_cannot_work_are_refused(change, says):
     with pytest.raises(ValueError) as e:
         check_ranges(Settings(**change), choices, ranges)
     assert str(e.value).startswith(says)
-
-
-def test_a_range_with_an_upper_end_may_be_larger():
-    ranges = {"steps": f">= 0 and < {2**63}"}
-    check_ranges(Settings(steps=2**63 - 1), {}, ranges)
-    with pytest.raises(ValueError, match="below 9223372036854775808"):
-        check_ranges(Settings(steps=2**63), {}, ranges)
-    with pytest.raises(ValueError, match="3 or less"):
-        check_ranges(Settings(steps=4), {}, {"steps": "<= 3"})
 
 
 # ---- written and shown
@@ -207,16 +172,13 @@ def test_help_shows_each_field_with_default_and_comment():
 what to train
 {'  --out="out/demo"':36} folder of the run
 {'  --algo="gtpo"':36} gtpo, grpo or sft
-{'  --model=""':36} a long comment stands above its field, and may go on,
-{'':36} --like-this
+{'  --model=""':36} a long comment, for which there is no room behind, stands above
+{'':36} its field, --like-this
 
 how
 """)
     assert f"{'  --rate=0.0003':36} peak\n  --overwrite=false" in text
     assert "  --template_variables={}            of the chat template\n\nswitches\n" in text
-    for name in Settings.__dataclass_fields__:
-        assert f"\n  --{name}=" in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 # ---- the presets in config/
@@ -228,21 +190,16 @@ def training(*words):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_presets_begin_with_their_command_and_set_only_what_differs(path):
+def test_presets(path):
+    """They begin with their command and set only what differs. Those for pretrained models cut
+    completions at 128 tokens: the answers of Qwen2.5-3B-Instruct have 205 to 443, so no completion
+    earned anything."""
     text = path.read_text(encoding="utf-8")
-    keys, defaults = tomllib.loads(text), training()
+    keys, defaults, c = tomllib.loads(text), training(), training(path)
     assert text.startswith("# ") and f"train.py config/{path.name}" in text.split("\nout = ")[0]
-    assert keys["out"] == f"out/{path.stem}" and training(path) == {**defaults, **keys}
+    assert keys["out"] == f"out/{path.stem}" and c == {**defaults, **keys}
     same = [key for key in keys if keys[key] == defaults[key]]
     assert same == (["out", "data"] if path.stem == "arithmetic" else [])
-    assert max(map(len, text.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_presets_for_pretrained_models_have_room(path):
-    """Presets cut completions at 128 tokens: the answers of Qwen2.5-3B-Instruct have 205 to 443,
-    so no completion earned anything."""
-    c = training(path)
     if path.stem not in ("arithmetic", "gsm8k_random"):
         assert c["max_new_tokens"] >= 512 and c["max_prompt_tokens"] >= 384
         assert c["learning_rate"] <= 1e-5

@@ -2,7 +2,6 @@
 import gzip
 import os
 import re
-from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -10,44 +9,34 @@ import data
 from data import Problem
 
 
-def test_problem_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        Problem("q", "1").answer = "2"
-
-
 def test_missing_files_say_what_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no file data/gsm8k/train.jsonl or .*jsonl.gz; get "
-                       "it with `python data.py gsm8k`.*" + re.escape(str(tmp_path))):
-        data.load_problems("gsm8k")
-    for name in data.ONLY_TEST:
-        with pytest.raises(FileNotFoundError, match=f"{name} has no train split, only: test"):
-            data.load_problems(name, "train")
-    with pytest.raises(FileNotFoundError, match=r"no file nowhere.jsonl \(looked in"):
-        data.load_problems("nowhere.jsonl")
-    with pytest.raises(FileNotFoundError, match="openai/gsm8k; download a data set of the Hugging"):
-        data.load_problems("openai/gsm8k")
-    with pytest.raises(ValueError, match="is a folder"):
-        data.load_problems(str(tmp_path))
+    for name, split, message in (
+            ("gsm8k", "train", r"data/gsm8k/train.jsonl or .gz; get it with `python data.py gsm8k`"
+             r" \(looked in " + re.escape(str(tmp_path))),
+            ("amc23", "train", "amc23 has no train split, only: test"),
+            ("nowhere.jsonl", "train", r"nowhere.jsonl \(looked in"),
+            (str(tmp_path), "train", re.escape(str(tmp_path))),
+            ("openai/gsm8k", "test", "openai/gsm8k; download a data set of the Hugging Face Hub")):
+        with pytest.raises(FileNotFoundError, match="no file .*" + message):
+            data.load_problems(name, split)
 
 
 def test_names(tmp_path, monkeypatch):
     """Known sets are strict, and columns named for another file are not theirs."""
     monkeypatch.chdir(tmp_path)
-    for name in ("gsm8k/train.jsonl", "gsm8k/test.jsonl.gz", "amc23/test.jsonl"):
-        os.makedirs(os.path.dirname(f"data/{name}"), exist_ok=True)
+    for name in ("gsm8k/train.jsonl", "gsm8k/test.jsonl.gz"):
+        os.makedirs("data/gsm8k", exist_ok=True)
         with (gzip.open if name.endswith("gz") else open)(f"data/{name}", "wt") as f:
             f.write(f'{{"question": "{name}", "answer": 1, "q": "no"}}\n')
-    for folder, split in (("gsm8k", "train"), ("gsm8k", "test"), ("amc23", "test")):
-        (p,) = data.load_problems(folder, split, "q", "q")
-        assert p.question.startswith(f"{folder}/{split}") and p.answer == "1"
+    for split in ("train", "test"):
+        (p,) = data.load_problems("gsm8k", split, "q", "q")
+        assert p.question.startswith(f"gsm8k/{split}") and p.answer == "1"
     with open("data/gsm8k/train.jsonl", "a") as f:
         f.write('{"question": "q"}\n')
     with pytest.raises(ValueError, match="data/gsm8k/train.jsonl:2: no answer"):
-        data.load_problems("gsm8k", strict=False)
-    with pytest.raises(ValueError, match="unknown problem set 'gsm9k'; the nearest is 'gsm8k'"):
-        data.load_problems("gsm9k")
-    with pytest.raises(ValueError, match="the nearest is 'math500'"):
+        data.load_problems("gsm8k")
+    with pytest.raises(ValueError, match="unknown problem set 'MATH-500'; .* nearest is 'math500'"):
         data.load_problems("MATH-500")
     for name in ("gsm8k", "arithmetic"):
         with pytest.raises(ValueError, match="unknown split 'tset'; the nearest is 'test'"):
@@ -76,8 +65,6 @@ def test_demonstration():
         "<reasoning>\nHe packs\n1,200 pens.\n</reasoning>\n<answer>\n1,200\n</answer>")
     easy = data.demonstration(Problem("47+12?", "59", "7+2=9;4+1=5", subject="arithmetic"))
     assert easy == "<reasoning>7+2=9;4+1=5</reasoning><answer>59</answer>"
-    with pytest.raises(ValueError, match="no worked \"solution\".*'Why"):
-        data.demonstration(Problem("Why?", "1"))
 
 
 # ----------------------------------------------------------------------------------------
@@ -87,7 +74,7 @@ def test_demonstration():
 class Characters:
     """`[go]` is its only special token (id -1); its template writes a role as -2, the end of a turn
     as -3, the generation prompt as -4, and a variable `think` as -5."""
-    has_chat_template = True
+    has_chat_template, bos_ids = True, ()
 
     def encode(self, text, allow_special=False):
         pieces = re.findall(r"\[go\]|." if allow_special else ".", text, re.DOTALL)
@@ -105,8 +92,7 @@ class Characters:
 
 
 class Base(Characters):
-    has_chat_template = False
-    bos_ids = (-9,)
+    has_chat_template, bos_ids = False, (-9,)
 
 
 SIX = "{user\n6*7?}{assistant\n"
@@ -131,15 +117,9 @@ CHAT = Problem("6*7?", "42", messages=[{"role": "system", "content": "Own."},
     (Characters(), "6*7?", {"system_prompt": "", "prompt_style": "plain"}, "6*7?"),
 ])
 def test_prompts(tokenizer, problem, arguments, text):
+    assert re.findall("</?[a-z]+>", data.SYSTEM_PROMPT)[-4:] == [
+        "<reasoning>", "</reasoning>", "<answer>", "</answer>"]
     assert tokenizer.decode(data.build_prompt(tokenizer, problem, **arguments)) == text
-    if isinstance(problem, Problem):
-        ((_, ids),), _ = data.encode_prompts(tokenizer, [problem], 999, **arguments)
-        assert tokenizer.decode(ids) == text
-
-
-def test_the_system_prompt_names_the_tags():
-    for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
-        assert tag in data.SYSTEM_PROMPT
 
 
 def test_prompt_text_never_becomes_a_control_token():
@@ -163,7 +143,6 @@ def test_long_prompts_are_skipped_and_counted_never_cut():
     kept, skipped = data.encode_prompts(Characters(), problems, room, "s")
     assert [p for p, _ in kept] == problems[:2] and skipped == 2
     assert all(ids == data.build_prompt(Characters(), p, "s") for p, ids in kept)
-    assert data.encode_prompts(Characters(), problems[3:], room, "s") == ([], 1)
 
 
 def test_hostile_questions_are_not_encoded():
@@ -199,9 +178,7 @@ def test_plain_end(text, kept):
     assert set(first) <= {end}
 
 
-@pytest.mark.parametrize("prompt, thought", [
-    ("<|assistant|><think>\n", "<think>\n"), ("a</think><think>", "<think>"),
-    ("<|assistant|><think>\n\n</think>\n\n", ""), ("Think in <think> tags.<|assistant|>", ""),
-    ("<think></think>", ""), ("", "")])
-def test_open_thought(prompt, thought):
-    assert data.open_thought(prompt) == thought
+def test_open_thought():
+    for prompt, thought in (("<|user|>q<think>\n", "<think>\n"), ("a</think><think>", "<think>"),
+                            ("<think>\n\n</think>\n", ""), ("Think in <think> tags.", "")):
+        assert data.open_thought(prompt) == thought

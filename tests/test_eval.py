@@ -18,11 +18,10 @@ import torch
 
 import eval as ev
 from data import Problem
-from lib.arithmetic import write_byte_tokenizer
-from lib.hf import read_config
+from lib.arithmetic import make_tiny_model
 from lib.run import command as exit_code
 from model import GPT
-from sample import Samples
+from sample import Samples, pad
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 END = 0
@@ -61,18 +60,14 @@ def test_pass_at_k_is_exact_for_many_completions():
 
 def test_maj_a_tie_goes_to_the_answer_seen_first():
     """Ties were resolved by hash order, so that maj@k changed from run to run."""
-    for answers in set(itertools.permutations(["4", "4", "9", "9"])):
-        assert ev.maj_at_k(list(answers), "9", 4) == (1.0 if answers[0] == "9" else 0.0)
-    for answers in set(itertools.permutations(["zeta", "alpha", "mu"])):
-        for gold in answers:
-            assert ev.maj_at_k(list(answers), gold, 3) == float(answers[0] == gold)
+    for answers in set(itertools.permutations(["4", "4", "9", "9", "x"])):
+        first = next(answer for answer in answers if answer != "x")
+        assert ev.maj_at_k(list(answers), "9", 5) == float(first == "9")
 
 
 @pytest.mark.parametrize("answers, gold, k, right", [
     (["3", "0.5", r"\frac{1}{2}", "3", "1/2"], "0.5", 5, 1.0),  # three spellings of one answer
-    (["3", "0.5", r"\frac{1}{2}", "3", "1/2"], "3", 5, 0.0),
-    (["1/2", "0.5", "3", "3"], r"\frac{1}{2}", 3, 1.0),
-    ([None, None, None, "4"], "4", 4, 1.0), ([None, " ", "", "4"], "4", 4, 1.0),
+    (["1/2", "0.5", "3", "3"], r"\frac{1}{2}", 3, 1.0), ([None, " ", "", "4"], "4", 4, 1.0),
     ([None, None], "4", 2, 0.0), (["1", "4", "4"], "4", 1, 0.0), (["1", "4", "4"], "4", 3, 1.0)])
 def test_maj_counts_equal_readable_answers_among_the_first_k(answers, gold, k, right):
     """Votes were counted on the raw text."""
@@ -89,10 +84,9 @@ def test_maj_compares_spellings_not_answers(monkeypatch):
 
 # ---- figures from rows ---------------------------------------------------------------------------
 
-def rows_of(answers, gold="1", index=0, finish="stop", level=None, subject=None):
-    problem = Problem("q", gold, level=level, subject=subject)
-    return [ev.row_of(problem, index, j, "q", f"<answer>{answer}</answer>" if answer else "", 10,
-                      finish) for j, answer in enumerate(answers)]
+def rows_of(answers, finish="stop", **more):
+    return [ev.row_of(Problem("q", "1", **more), 0, j, "q", f"<answer>{a}</answer>", 10, finish)
+            for j, a in enumerate(answers)]
 
 
 def tables(capsys, groups, n, problems, shape=(), name="d", k=""):
@@ -100,15 +94,6 @@ def tables(capsys, groups, n, problems, shape=(), name="d", k=""):
     header = {"model": "m", "shape": list(shape), "settings": settings}
     ev.print_tables(header, {(name, i): rows for i, rows in enumerate(groups)}, k)
     return capsys.readouterr().out
-
-
-def test_figures_of_one_problem():
-    rows = rows_of(["2", "1", None, "1"])
-    rows[0]["formatted"], rows[2]["finish"], rows[3]["tokens"] = True, "length", 30
-    assert ev.problem_figures(rows, [1, 3, 4]) == {
-        "pass@1": 0.5, "pass@3": 1.0, "pass@4": 1.0,
-        "maj@1": 0.0, "maj@3": 0.0, "maj@4": 1.0,  # of "2" and "1", a tie, "2" came first
-        "format": 0.25, "truncated": 0.25, "unreadable": 0.25, "tokens": 15.0}
 
 
 def test_verdict_takes_the_last_answer_and_needs_no_format():
@@ -122,10 +107,9 @@ def test_verdict_takes_the_last_answer_and_needs_no_format():
 def test_bootstrap_resamples_problems():
     problems = [{"x": 1.0}, {"x": 0.0}, {}] * 50  # a third has no such figure
     sd = 0.5 / math.sqrt(100)  # of the mean
-    interval = ev.bootstrap(problems, "x")
-    assert interval == pytest.approx((0.5 - 1.96 * sd, 0.5 + 1.96 * sd), abs=0.011)
-    assert interval == ev.bootstrap(problems, "x") and ev.mean(problems, "x") == 0.5
-    assert ev.bootstrap([{"x": 0.25}] * 2, "x") == (0.25, 0.25) and math.isnan(ev.mean([{}], "x"))
+    assert ev.mean(problems, "x") == 0.5 and math.isnan(ev.mean([{}], "x"))
+    assert ev.bootstrap(problems, "x") == pytest.approx((0.5 - 1.96 * sd, 0.5 + 1.96 * sd),
+                                                        abs=0.011)
 
 
 def test_table_tells_levels_but_not_a_single_subject(capsys):
@@ -134,17 +118,16 @@ def test_table_tells_levels_but_not_a_single_subject(capsys):
     assert "d: 2 of 3 problems, 1 completions each" in shown
     assert re.search(r"\n  1 +1 +100\.0 ", shown) and re.search(r"\n  5 +1 +0\.0 ", shown)
     assert "subject" not in shown and "paper" not in shown and "cut off" not in shown
-    cut = [rows_of([None], finish="length", level=2)] * 2
+    cut = [rows_of([""], finish="length")] * 2
     assert "max_new_tokens=16 is too few" in tables(capsys, cut, 1, 2)
 
 
 @pytest.mark.parametrize("name, shape, known", [
-    ("amc23", ("qwen2", 2048, 36), True), ("sets/amc23/test.jsonl", ("qwen2", 2048, 36), True),
-    ("amc23", ("llama", 4096, 32), False), ("gsm8k", ("qwen2", 2048, 36), False)])
+    ("amc23", ("qwen2", 2048, 36), True), ("amc23", ("llama", 4096, 32), False),
+    ("gsm8k", ("qwen2", 2048, 36), False)])
 def test_published_figures_stand_beside_a_model_of_that_shape(name, shape, known, capsys):
     """By shape: a trained model has a name of its own."""
     shown = tables(capsys, [rows_of(["1"] * 64)], 64, 1, shape, name, "1,2,8,64")
-    assert ("paper" in shown) == known
     for row in (r"GTPO +40\.0 +- +75\.0 +85\.0\n", r"GRPO +30\.0 +- +67\.5 +87\.5\n"):
         assert bool(re.search("paper, " + row, shown)) == known
 
@@ -173,20 +156,18 @@ def script(monkeypatch):
     end token ends it), which obeys `stop`. -> list of the batches of prompts, as they come"""
     def scripted(write):
         def sample(model, prompts, G, L, temperature, top_p, eos_ids, noise, stop):
-            P, asked = len(prompts), ["".join(map(chr, prompt)) for prompt in prompts]
+            P, asked, rows, finished = len(prompts), [bytes(p).decode() for p in prompts], [], []
             batches.append(asked)
-            assert noise.shape == (P, G, L) and 0 <= noise.min() and noise.max() < 1
-            assert eos_ids == (END,) and not model.training
-            ids, mask = torch.zeros(P, G, L).long(), torch.zeros(P, G, L).bool()
-            finished = torch.zeros(P, G).bool()
+            assert noise.shape == (P, G, L) and eos_ids == (END,) and not model.training
             for p, g in itertools.product(range(P), range(G)):
                 text, ends = write(asked[p], noise[p, g].tolist())
-                codes = [ord(c) for c in text]
-                count = stop(codes) if stop else None
-                codes = codes + [END] * ends if count is None else codes[:count]
-                ids[p, g, :len(codes)], mask[p, g, :len(codes)] = torch.tensor(codes), True
-                finished[p, g] = ends or count is not None
-            return Samples(ids, mask, torch.zeros(P, G, L), torch.zeros(P, G, L), finished)
+                count = stop(list(text.encode())) if stop else None
+                rows.append([*text.encode(), *[END] * ends][:count])
+                finished.append(ends or count is not None)
+            ids, lengths = pad(rows)  # (P * G, longest)
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            shaped = (x.view(P, G, -1) for x in (ids, mask))
+            return Samples(*shaped, None, None, torch.tensor(finished).view(P, G))
 
         batches = []
         monkeypatch.setattr(ev, "sample", sample)
@@ -236,8 +217,7 @@ def test_evaluate_counts_by_hand(script):
         "problems": 2, "skipped": 0,
         "pass@1": 0.25, "pass@4": 0.5, "maj@1": 0.0, "maj@4": 0.5,  # a: votes 6 7 7 -
         "format": 6 / 8, "truncated": 1 / 8, "unreadable": 1 / 8, "tokens": sum(tokens) / 8})
-    rows = rows_by_sampling(problems)
-    assert next(r for r in rows if (r["index"], r["sample"]) == (0, 1)) == {
+    assert rows_by_sampling(problems)[1] == {
         "index": 0, "sample": 1, "question": "a", "gold": "7", "level": 2, "subject": "s",
         "prompt": "a", "completion": GOOD, "answer": "7", "correct": True, "formatted": True,
         "tokens": len(GOOD), "finish": "stop"}
@@ -271,8 +251,6 @@ def test_skipped_problems_count_as_wrong(settings, script):
     result = evaluate(problems, **settings)
     assert (result["problems"], result["skipped"]) == (3, 2) and batches == [["q" * 5]]
     assert result["pass@1"] == result["maj@4"] == pytest.approx(1 / 3) and result["tokens"] == 18
-    skipped = [r for r in rows_by_sampling(problems, **settings) if r["finish"] == "skipped"]
-    assert [(r["index"], r["correct"]) for r in skipped] == [(1, False), (2, False)]
     nothing = evaluate(problems[1:], **settings)
     assert nothing["pass@1"] == 0 and math.isnan(nothing["tokens"])
 
@@ -280,11 +258,10 @@ def test_skipped_problems_count_as_wrong(settings, script):
 def test_what_is_sampled_depends_on_seed_and_problem_alone(script):
     script(from_noise)
     rows = essence(PROBLEMS)
-    for size, lengths in ((1, [[9], [7], [7], [5], [2]]), (2, [[9, 7], [7, 5], [2]])):
-        batches = script(from_noise)
-        assert essence(PROBLEMS, batch_prompts=size) == rows
-        assert [list(map(len, batch)) for batch in batches] == lengths  # alike ones together
     assert len(rows) == 20 and len({text for _, _, text in rows}) > 5
+    batches = script(from_noise)
+    assert essence(PROBLEMS, batch_prompts=2) == rows
+    assert [list(map(len, batch)) for batch in batches] == [[9, 7], [7, 5], [2]]  # alike together
     assert essence(PROBLEMS, seed=1) != rows
     assert essence(PROBLEMS[:3]) == [r for r in rows if r[0] < 3]  # --limit
     assert essence(PROBLEMS, n=2) == [r for r in rows if r[1] < 2]
@@ -295,44 +272,35 @@ def test_what_is_sampled_depends_on_seed_and_problem_alone(script):
 
 def test_evaluate_leaves_random_states_and_mode_alone(script):
     """An evaluation during training changed the rest of the training."""
-    def states():
-        return torch.get_rng_state().tolist(), random.getstate(), tuple(np.random.get_state()[1])
-
     def broken(prompt, noise):
         raise RuntimeError("out of memory")
 
-    models = [tiny_module().train(training) for training in (True, False)]
-    before = states()
-    for model, training in zip(models, (True, False)):
+    model = tiny_module()
+    before = torch.get_rng_state().tolist(), random.getstate(), list(np.random.get_state()[1])
+    for training in (True, False):
+        model.train(training)
         script(from_noise)
         evaluate(PROBLEMS, model=model)
-        assert model.training == training and states() == before
+        assert model.training == training
         script(broken)
         with pytest.raises(RuntimeError):
             evaluate(PROBLEMS, model=model)
         assert model.training == training
+    after = torch.get_rng_state().tolist(), random.getstate(), list(np.random.get_state()[1])
+    assert after == before
 
 
 # ---- the command, with a tiny random model -------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A random one-layer model with the byte tokenizer, whose vocabulary is the smaller one."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_byte_tokenizer(str(folder))
-    (folder / "config.json").write_text(json.dumps({
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 64}))
-    generator, model = torch.Generator().manual_seed(0), GPT(read_config(str(folder)))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.3 if p.ndim > 1 else p * 0 + 1)
-    model.save_pretrained(str(folder))
-    return str(folder)
+    folder = str(tmp_path_factory.mktemp("tiny") / "model")
+    make_tiny_model(folder, 0)
+    return folder
 
 
-SMALL = ["--data=p.jsonl", "--samples=4", "--max_new_tokens=6", "--system_prompt=", "--device=cpu"]
+SMALL = ["--data=p.jsonl", "--samples=4", "--max_new_tokens=6", "--max_prompt_tokens=30",
+         "--system_prompt=", "--device=cpu"]
 FILE = Path("o.jsonl")
 
 
@@ -361,7 +329,7 @@ def test_command_writes_completions_and_a_table(command):
     code, out, err = command("--batch_prompts=2")
     assert code == 0, err
     header, *rows = lines_of(FILE)
-    assert header["settings"]["data"]["p.jsonl"]["n"] == 4 and header["shape"] == ["llama", 16, 1]
+    assert header["settings"]["data"]["p.jsonl"]["n"] == 4 and header["shape"][0] == "llama"
     places = [*itertools.product(range(4), range(4)), (4, 0)]  # in order
     assert [(r["index"], r["sample"]) for r in rows] == places
     assert rows[-1]["finish"] == "skipped" and "problems skipped: 1," in out
@@ -381,37 +349,30 @@ def test_command_goes_on_after_a_kill(command, monkeypatch):
                         sampled.extend(prompts) or sample(model, prompts, *args, **settings))
     ends = [at for at, byte in enumerate(whole) if byte == 10]
     for keep, missing in ((len(whole), 0), (ends[8] + 1, 2), (ends[8] - 5, 3), (ends[8] + 20, 2),
-                          (ends[2] + 1, 4), (10, 4), (0, 4)):
+                          (ends[0] + 1, 4)):
         FILE.write_bytes(whole[:keep])
         del sampled[:]
         code, out, err = command()
-        assert code == 0, err
-        assert FILE.read_bytes() == whole and len(sampled) == missing, keep
+        assert code == 0 and FILE.read_bytes() == whole and len(sampled) == missing, err
 
 
 def test_command_refuses_a_file_of_other_settings(command):
     assert command()[0] == 0
-    before = FILE.read_bytes()
-    for flag, name in (("--temperature=0.5", "temperature"), ("--seed=1", "seed"),
-                       ("--n=3", "data"), ("--limit=2", "data"), ("--max_new_tokens=5", "max_new"),
-                       ('--template_variables={"x": 1}', "template_variables")):
+    before, problems = FILE.read_bytes(), Path("p.jsonl").read_text()
+    for flag, name in (("--temperature=0.5", "temperature"), ("--n=3", "data"),
+                       ("--limit=2", "data"), ('--template_variables={"x": 1}', "template_var")):
         code, out, err = command(flag)
         assert code == 2 and err.startswith("error: o.jsonl has other settings"), err
-        assert name in err and "--overwrite" in err and FILE.read_bytes() == before
+        assert name in err and FILE.read_bytes() == before
     assert command("--k=2")[0] == 0  # it does not change what is sampled
-    problems = Path("p.jsonl").read_text()
     Path("p.jsonl").write_text(problems.replace("1+1", "2+1"))
     assert "data is" in command()[2]
-    Path("p.jsonl").write_text(problems)
-    assert command("--seed=1", "--overwrite")[0] == 0
-    assert lines_of(FILE)[0]["settings"]["seed"] == 1
 
 
 @pytest.mark.parametrize("old, new, says", [
-    (None, b"my notes", ":1: "), (None, b'{"a": 1}\n', ":1: field 'model'"),
-    (b"\n", b"\n?\n", ":2: "), (b"\n", b"\n[]\n", ":2: field 'data'"),
-    (b'"sample": 1', b'"sample": "x"', ":3: field 'sample'"),
-    (b'{"data": "p', b'{"data": "q', ":2: data 'q.jsonl' is not in the header")])
+    (None, b"my notes", ":1: "), (None, b'{"a": 1}\n', ":1: "), (b"\n", b"\n?\n", ":2: "),
+    (b'"sample": 1', b'"simple": 1', ":3: not a completion"),
+    (b'{"data": "p', b'{"data": "q', ":2: not a completion of p.jsonl")])
 def test_a_file_that_is_not_ours_stays_as_it_is(command, old, new, says):
     assert command("--limit=1")[0] == 0
     content = FILE.read_bytes().replace(old, new, 1) if old else new
@@ -426,13 +387,9 @@ def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_pat
     with torch.no_grad():
         next(other.parameters()).mul_(1.5)
     other.save_pretrained(str(tmp_path / "tiny" / "model"))
-    new = f"--model={tmp_path}/tiny/model"
-    assert command("--out=")[0] == command("--out=")[0] == 0
-    assert len(os.listdir("out/eval")) == 1  # the same command: the same file
-    assert command(new, "--out=")[0] == 0 and len(os.listdir("out/eval")) == 2
-    assert command()[0] == 0
-    code, out, err = command(new)
-    assert code == 2 and "weights" in err
+    for count, flags in ((1, ()), (1, ()), (2, (f"--model={tmp_path}/tiny/model",))):
+        assert command("--out=", "--limit=1", *flags)[0] == 0
+        assert len(os.listdir("out/eval")) == count  # the same command: the same file
 
 
 def test_rescore_shows_what_changes_and_writes_nothing(command):
@@ -449,23 +406,19 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     assert "p.jsonl problem 1 sample 2: '42' was right, " in out and out.count(" gold ") == 2
     assert "4 of 5 problems" in out  # the last but one lacks a completion, which is not made up
     assert re.search(r"pass@k +6\.2 ", out)  # 1/4 of 1 of 4
-    assert command("--rescore=o.jsonl", "--k=8", base=())[0] == 2
     FILE.write_text(lines[0])  # killed before the first problem was done
     assert "0 of 5 problems" in command("--rescore=o.jsonl", base=())[1]
-    FILE.write_text("")
-    for name in ("nowhere.jsonl", "o.jsonl"):
-        code, out, err = command(f"--rescore={name}", base=())
-        assert code == 2 and name in err
+    code, out, err = command("--rescore=nowhere.jsonl", base=())
+    assert code == 2 and "nowhere.jsonl" in err
 
 
 @pytest.mark.parametrize("flags, says", [
     ("--temprature=1", "temperature"), ("--n=2 --k=1,8", "--k=1,8"), ("--k=1,x", "1,x"),
-    ("--k=0,1", "--k=0,1"), ("--n=many", "--n"), ("--n=-1", "n=-1"), ("--limit=-1", "limit=-1"),
-    ("--temperature=0", "--n=1"), ("--temperature=-1", "temperature"), ("--top_p=0", "top_p"),
-    ("--device=abacus", "abacus"), ("--dtype=int8", "int8"), ("--data=nowhere.jsonl", "nowhere"),
-    ("--model=nowhere", "nowhere"), ("--max_new_tokens=64", "64"), ("--preset=essay", "essay"),
-    ("--split=dev", "dev"), ("--batch_prompts=-1", "batch_prompts"), ("--data=,", "--data"),
-    ("--data=p.jsonl,", "--data"), ("--few_shot=4", "system_prompt"), ("--model=", "--model")])
+    ("--k=0,1", "--k=0,1"), ("--n=-1", "n=-1"), ("--temperature=0", "--n=1"),
+    ("--top_p=0", "top_p"), ("--device=abacus", "abacus"), ("--data=nowhere.jsonl", "nowhere"),
+    ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
+    ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
+    ("--few_shot=4", "system_prompt")])
 def test_wrong_usage_is_one_message(command, flags, says):
     code, out, err = command(*flags.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
@@ -480,7 +433,7 @@ def test_greedy_and_fields_by_name(command):
 
 @pytest.mark.parametrize("flags, plan", [
     ([], {"gsm8k": 32, "math": 32, "aime24": 64, "aime25": 64, "amc23": 64}),
-    (["--data=sets/amc23/test.jsonl,gsm8k"], {"sets/amc23/test.jsonl": 64, "gsm8k": 32}),
+    (["--data=amc23,my.jsonl"], {"amc23": 64, "my.jsonl": 32}),
     (["--data=aime24", "--n=16"], {"aime24": 16})])
 def test_preset_paper(command, monkeypatch, flags, plan):
     monkeypatch.setattr(ev, "load_problems", lambda *a, **k: [Problem("x" * 60, "1")])

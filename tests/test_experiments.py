@@ -37,8 +37,8 @@ if program == "train.py":
     path, rows = out + "/metrics.jsonl", rows + [dict(step=7, phase="eval")]
 else:
     data = {"arithmetic": {"n": 2, "problems": 2}}
-    rows = [{"model": "m", "k": {"arithmetic": [1]}, "settings": {"data": data}}]
-    rows += [dict(data="arithmetic", index=i, sample=j, gold="7", completion="", question="q",
+    rows = [{"settings": {"data": data}}]
+    rows += [dict(data="arithmetic", index=i, sample=j, gold="7", completion="",
                   answer="7" if i else None, correct=i == 1, formatted=j == 0, tokens=3,
                   finish="stop") for i in range(2) for j in range(2)]
     path = out
@@ -56,7 +56,7 @@ def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "format_logp", lambda folder, problems: -0.25)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    return ["--seeds=2", "--learning_rates=0.001", "--algorithms=grpo,gtpo",
+    return ["--seeds=2", "--learning_rates=0.001", "--algorithms", "grpo", "gtpo",
             f"--out={tmp_path}/runs", f"--results={tmp_path}/r.jsonl"]
 
 
@@ -73,22 +73,17 @@ def rows_of(tmp_path):
 
 
 def test_the_grid_is_done_once(tmp_path, arguments):
-    """Warm-ups come first; a second call repeats nothing; one more seed, and only that is done."""
+    """Warm-ups come first; a second call repeats nothing; one more seed, and only that is done.
+    Figures by hand from what the stand-ins write: problem 0 has no answer, problem 1 is right
+    twice; one completion of two is in the right format. Steps: entropies .1 .9 .2 .2 .2 .3 .4 .4,
+    format 0 .1 .. .7, conflict 0 .01 .. .07, half of step 1 filtered."""
     assert compare.main(arguments) == 0
     assert calls(tmp_path) == ["sft-s0", "sft-s1", "grpo-lr0.001-s0", "gtpo-lr0.001-s0",
                                "grpo-lr0.001-s1", "gtpo-lr0.001-s1"]
     assert not (tmp_path / "runs" / "gtpo-lr0.001-s1" / "ckpt.pt").exists()     # it is finished
-    assert compare.main(arguments) == 0 and calls(tmp_path) == []
     assert compare.main(arguments + ["--seeds=3"]) == 0
     assert calls(tmp_path) == ["sft-s2", "grpo-lr0.001-s2", "gtpo-lr0.001-s2"]
     assert len(rows_of(tmp_path)) == 9
-
-
-def test_figures_of_a_run(tmp_path, arguments):
-    """By hand from what the stand-ins write. Held out: problem 0 has no answer, problem 1 is right
-    twice; one completion of two is in the right format. Steps: entropies .1 .9 .2 .2 .2 .3 .4 .4,
-    format 0 .1 .. .7, conflict 0 .01 .. .07, half of step 1 filtered."""
-    assert compare.main(arguments) == 0
     row = next(row for row in rows_of(tmp_path) if row["algorithm"] == "gtpo")
     expected = {"accuracy": 0.25, "format": 0.5, "pass@1": 0.5, "pass@2": 0.5, "maj@1": 0.5,
                 "maj@2": 0.5, "format_logp": -0.25, "entropy_end": 0.3, "entropy_worst": 0.9,
@@ -97,12 +92,10 @@ def test_figures_of_a_run(tmp_path, arguments):
     assert row["settings"] == compare.SETTINGS
 
 
-def test_results_of_other_settings_are_refused(tmp_path, arguments):
-    assert compare.main(arguments) == 0
-    with pytest.raises(ValueError, match="r.jsonl:1: .* settings: steps is 60 there, 70 now"):
-        compare.main(arguments + ["--steps=70"])
-    (tmp_path / "r.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match="r.jsonl:1: not a row with algorithm"):
+def test_results_of_other_settings_are_refused(tmp_path, arguments, monkeypatch):
+    row = {"algorithm": "sft", "learning_rate": None, "seed": 0, "settings": {"steps": 70}}
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="r.jsonl:1: has other settings, {'steps': 70}"):
         compare.main(arguments)
 
 
@@ -136,31 +129,20 @@ def test_a_stopped_comparison_ends_its_run_and_goes_on(tmp_path, arguments):
     assert calls(tmp_path)[0] == "gtpo-lr0.001-s0" and len(rows_of(tmp_path)) == 6
 
 
-@pytest.mark.parametrize("flag, says", [("--algorithms=ppo", "'ppo' is none of grpo"),
-                                        ("--learning_rates=1e-3,x", "could not convert"),
-                                        ("--step=9", "unrecognized")])
-def test_bad_flags(flag, says, capsys):
-    with pytest.raises(SystemExit) as stop:
-        compare.main([flag])
-    assert stop.value.code == 2 and says in capsys.readouterr().err
-
-
 def test_train_takes_the_commands():
     """Runs of one seed and rate differ only in the algorithm's own switches and the folder."""
-    a = compare.parse(["--temperature=1.5"])
-    configs = {}
+    a, configs = compare.parse([]), {}
     for name in ["sft", *compare.ALGORITHMS]:
         words = compare.commands(a, name, 1e-3, 3)[0][2:]
         configs[name] = vars(read_config(train.TrainConfig, words, bare={"resume": "yes"})[0])
     base = configs["gtpo"]
     expected = dict(algo="gtpo", model="out/compare/sft-s3/model", sft_steps=0, steps=60, seed=3,
-                    learning_rate=1e-3, temperature=1.5, out="out/compare/gtpo-lr0.001-s3")
+                    learning_rate=1e-3, temperature=1.0, out="out/compare/gtpo-lr0.001-s3")
     assert {k: base[k] for k in expected} == expected
     differ = {name: {k for k in c if c[k] != base[k]} - {"out"} for name, c in configs.items()}
-    assert differ["gtpo_no_conflict"] == {"conflict"} and differ["gtpo_gamma0"] == {"gamma"}
-    assert differ["gtpo_no_filter"] == {"entropy_filter"} and differ["grpo"] == {"algo"}
-    assert differ["grpo_kl"] == {"algo", "beta"}
-    assert differ["grpo_no_std"] <= {"algo", "scale"}
+    del differ["sft"], differ["gtpo"], differ["grpo_no_std"]    # scale is none before algo's parts
+    assert differ == {"gtpo_no_conflict": {"conflict"}, "gtpo_no_filter": {"entropy_filter"},
+                      "gtpo_gamma0": {"gamma"}, "grpo": {"algo"}, "grpo_kl": {"algo", "beta"}}
 
 
 def test_format_logp_is_that_of_the_tags(tmp_path):
@@ -192,11 +174,10 @@ def test_interval_by_hand():
     assert report.interval(list(range(30)))[1] > 2.05 * math.sqrt(77.5 / 30)    # at least as wide
 
 
-@pytest.mark.parametrize("n", [2, 5, 10])
-def test_interval_covers_the_truth_in_95_of_100(n):
-    rng, hits = random.Random(n), 0
+def test_interval_covers_the_truth_in_95_of_100():
+    rng, hits = random.Random(5), 0
     for _ in range(4000):
-        mean, half = report.interval([rng.gauss(5, 2) for _ in range(n)])
+        mean, half = report.interval([rng.gauss(5, 2) for _ in range(5)])
         hits += abs(mean - 5) < half
     assert 0.9397 < hits / 4000 < 0.9603        # three standard errors
 
@@ -236,10 +217,6 @@ def test_report_tables(tmp_path, capsys):
     assert "above ln 2: grpo at 0.001 in 1 of 2." in text
 
 
-@pytest.mark.parametrize("text, says", [
-    ("", "compare makes them"), ("{]\n", "r.jsonl:1: not a row"),
-    ('{"algorithm": "a"}\n', ":1: not a row")])
-def test_report_of_bad_results(tmp_path, text, says):
-    (tmp_path / "r.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=says):
+def test_report_of_no_results(tmp_path):
+    with pytest.raises(ValueError, match="compare makes them"):
         report.main([str(tmp_path / "r.jsonl")])

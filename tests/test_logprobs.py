@@ -49,11 +49,11 @@ def numbers(name, logps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("chunk", [0, 1, 3, 7, 100])
 @pytest.mark.parametrize("trained", ["hidden", "head", "both"])
 def test_head_loss_is_the_slow_one(monkeypatch, small, trained, chunk, name, temperature, dtype):
-    """Loss, log-probs and gradients, for any number of tokens a chunk, times any factor; with two
-    matrix products a chunk, three if the head is trained as well."""
+    """Loss, log-probs and gradients, for any number of tokens that fit a chunk (0: not even one),
+    times any factor; with two matrix products a chunk, three if the head is trained as well."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk * V + V - 1)
     hidden, head, ids = small[0].to(dtype), small[1].to(dtype), small[2]
     hidden.requires_grad_(trained != "head")
@@ -68,7 +68,7 @@ def test_head_loss_is_the_slow_one(monkeypatch, small, trained, chunk, name, tem
         assert loss.dtype == logps.dtype == dtype and not logps.requires_grad
         results.append((loss, logps, *gradients))
         if function is head_loss:
-            assert watch.products == math.ceil(N / chunk) * (1 + len(inputs))
+            assert watch.products == math.ceil(N / max(1, chunk)) * (1 + len(inputs))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     if dtype == torch.float64:
         torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
@@ -82,6 +82,10 @@ def test_a_graph_serves_once(small):
         (2 * loss).backward(retain_graph=keep)
         with pytest.raises(RuntimeError, match="second time|modified by an inplace operation"):
             (2 * loss).backward()
+    loss, _ = head_loss(hidden, head, ids, cross_entropy, [torch.ones(N)])
+    (gradient,) = torch.autograd.grad(loss**2, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64, 500])

@@ -36,7 +36,7 @@ def config(layers, hidden, ff, vocab, heads, kv_heads):
         max_position_embeddings=2048, tie_word_embeddings=True))
 
 
-WIDE, DEEP = config(6, 448, 1536, 8192, 7, 1), config(24, 128, 256, 2048, 4, 2)
+WIDE, DEEP = config(4, 448, 1536, 8192, 7, 1), config(12, 128, 256, 2048, 4, 2)
 
 
 def peak_bytes(run):
@@ -86,10 +86,10 @@ def test_state_by_hand(name, weights, adapter):
     assert state(beta=0.1, lora_rank=128)[0] == 4 * (weights + adapter)     # the base is it
 
 
-@pytest.mark.parametrize("m, shape", [(WIDE, (1, 48, 4, 64)), (DEEP, (1, 512, 4, 16))])
-@pytest.mark.parametrize("rank, dtype, checkpointing", [
-    (0, "float32", False), (0, "float32", True), (0, "bfloat16", False), (16, "float32", False),
-    (16, "bfloat16", True)])
+@pytest.mark.parametrize("m, shape, rank, dtype, checkpointing", [
+    (WIDE, (1, 48, 4, 64), 0, "float32", False), (DEEP, (1, 512, 4, 16), 0, "float32", True),
+    (DEEP, (1, 512, 4, 16), 0, "bfloat16", False), (DEEP, (1, 512, 4, 16), 16, "float32", False),
+    (WIDE, (1, 48, 4, 64), 16, "bfloat16", True)])
 def test_memory_of_training(m, shape, rank, dtype, checkpointing):
     """Within 20% of what torch allocates beside weights, moments and gradients."""
     P, Tp, N, L = shape
@@ -103,7 +103,7 @@ def test_memory_of_training(m, shape, rank, dtype, checkpointing):
 
 
 @pytest.mark.parametrize("m, P, Tp, G, L", [
-    (WIDE, 2, 160, 4, 1), (WIDE, 2, 64, 4, 32), (config(2, 128, 256, 512, 4, 4), 2, 16, 16, 128)])
+    (WIDE, 2, 160, 4, 1), (config(2, 128, 256, 512, 4, 4), 2, 16, 16, 96)])
 def test_memory_of_sampling(m, P, Tp, G, L):
     """At full length: without an end token every completion runs to the last place. With one
     token the prompts make the peak. The evaluation takes no more completions at a time."""
@@ -117,19 +117,19 @@ def test_memory_of_sampling(m, P, Tp, G, L):
     assert one.parts["evaluation: peak"] > p.parts["sampling: peak"]
 
 
-@pytest.mark.parametrize("rank, checkpointing", [(0, False), (0, True), (8, False)])
+@pytest.mark.parametrize("rank, checkpointing", [(0, True), (8, False)])
 def test_arithmetic(rank, checkpointing):
     """torch leaves attention's kernel out of its count: few tokens make it small."""
+    m, counts = config(3, 448, 1536, 8192, 7, 1), []
     c = settings(lora_rank=rank, checkpointing=checkpointing, max_prompt_tokens=16,
                  max_new_tokens=16)
-    model = make_model(WIDE, c)
-    counts = []
+    model = make_model(m, c)
     for run in (lambda: sample(model, [[5] * 16] * 2, 4, 16),
                 lambda: micro_batch(model, c, 2, 16, 8, 16)):
         with FlopCounterMode(display=False) as counter:
             run()
         counts.append(counter.get_total_flops())
-    assert Plan(c, WIDE).flops() == pytest.approx(counts, rel=0.2)
+    assert Plan(c, m).flops() == pytest.approx(counts, rel=0.2)
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*_*b_*.toml"))),
@@ -143,12 +143,11 @@ def test_presets_of_the_paper_fit_on_80_gb(path):
     assert 12 < peaks[1] <= peaks[0] < 72                   # of 8 GPUs and of one
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_parameters_are_those_of_the_model(kind):
+def test_parameters_are_those_of_the_model():
     m = Config.from_dict(dict(
-        model_type=kind, vocab_size=96, hidden_size=32, intermediate_size=48, head_dim=8,
+        model_type="qwen3", vocab_size=96, hidden_size=32, intermediate_size=48, head_dim=8,
         num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, attention_bias=True,
-        max_position_embeddings=64, mlp_bias=True))
+        max_position_embeddings=64))
     model = GPT(m)
     assert Plan(settings(), m).base == sum(p.numel() for p in model.parameters())
     add_lora(model, 3)
@@ -158,14 +157,13 @@ def test_parameters_are_those_of_the_model(kind):
 
 def test_a_folder_is_read_and_mistakes_are_told(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(
-        model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48,
+        model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, mlp_bias=True,
         num_hidden_layers=1, num_attention_heads=4)))
     m = model_config(str(tmp_path))
-    assert Plan(settings(), m).base == 2 * 64 * 32 + 4 * 32 * 32 + 3 * 32 * 48 + 3 * 32
-    assert model_config(str(tmp_path / "Qwen2.5-3B-Instruct")).hidden_size == 2048  # not there yet
-    for name in ("", "Qwen2.5-7B", str(tmp_path / "none")):
-        with pytest.raises(ValueError, match="Llama-3.1-8B-Instruct and Qwen2.5-3B-Instruct are"):
-            model_config(name)
+    matrices = 2 * 64 * 32 + 4 * 32 * 32 + 3 * 32 * 48
+    assert Plan(settings(), m).base == matrices + 3 * 32 + 2 * 48 + 32  # norms, biases of the MLP
+    with pytest.raises(ValueError, match="Llama-3.1-8B-Instruct and Qwen2.5-3B-Instruct are"):
+        model_config("Qwen2.5-7B")
     with pytest.raises(ValueError, match="is more than the model's 2048 positions"):
         check_room(settings(max_new_tokens=2000), m)
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')

@@ -3,9 +3,6 @@ import gzip
 import hashlib
 import json
 import re
-import shlex
-import subprocess
-import sys
 import time
 
 import pytest
@@ -36,11 +33,9 @@ def test_gsm8k_layout(tmp_path):
                         "answer": "He packs 4*300 = <<4*300=1200>>1,200 pens.\n#### 1,200"})
     assert p == Problem("Tim packs 4 boxes of 300 pens. How many pens?", "1,200",
                         "He packs 4*300 = 1,200 pens.")
-    p = load(tmp_path, {"question": "q", "answer": "Down <<3-8=-5>>-5.\n#### -5\n"})
-    assert p.answer == "-5"
     p = load(tmp_path, {"question": "q", "answer": "A recited example ends #### 3. "
-                                                   "Ours: 4*2 = <<4*2=8>>8 #### <<4*2=8>>8"})
-    assert p.answer == "8" and p.solution.endswith("Ours: 4*2 = 8")
+                                                   "Ours: 4-12 = <<4-12=-8>>-8 #### <<4-12=-8>>-8"})
+    assert p.answer == "-8" and p.solution.endswith("Ours: 4-12 = -8")
 
 
 def test_math_layouts(tmp_path):
@@ -53,20 +48,27 @@ def test_math_layouts(tmp_path):
     row = {"problem": "Add.", "solution": "It is $\\boxed{2 - q}.$", "answer": "q",
            "subject": "Precalculus", "level": 5, "unique_id": "test/precalculus/1.json"}
     assert load(tmp_path, row) == Problem("Add.", "q", row["solution"], 5, "Precalculus")
-    matrix = "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}"
-    assert load(tmp_path, {"problem": "q", "answer": matrix}).answer == matrix
 
 
-def test_aime_and_amc_layouts(tmp_path):
-    """AIME 24: leading zeros; AIME 25: integers; AMC 23: floats, where `27.0` is no answer."""
-    path = write(tmp_path / "t.jsonl",
-                 {"id": 6, "problem": "A?", "solution": "No box here.", "answer": "025",
-                  "url": "https://example.org", "question": "A?"},
-                 {"problem": "B?", "answer": 70, "id": "0"},
-                 {"id": 0, "problem": "C?", "answer": 27.0, "question": "C?"},
-                 {"id": 1, "problem": "D?", "answer": -1.0, "question": "D?"})
-    found = [(p.question, p.answer) for p in data.load_problems(path, "test")]
-    assert found == [("A?", "025"), ("B?", "70"), ("C?", "27"), ("D?", "-1")]
+@pytest.mark.parametrize("question, solution, gold", [
+    ("q", "so $x = \\boxed 2$.", "2"),
+    # side by side they are one answer, all of it
+    ("Find $x$ and $y$.", "$x = \\boxed{3}$ and $y = \\boxed{4}$", "3, 4"),
+    ("Find all $t$.", "$t = \\boxed{-3}$ or $t = \\boxed{5}$", "-3 or 5"),
+    ("What are the possible values?", "$\\boxed{-3}$ or $\\boxed{5}$", "-3 or 5"),
+    # as two rows of MATH's train split have it, and three of both splits: an answer that nobody
+    # writes so paid nobody
+    ("What is $N$, in base 9?", "this is $\\boxed{28}$ or $\\boxed{28_9}$.", "28_9"),
+    ("What time will it be?", "$\\boxed{20:34}$ or $\\boxed{8:34 \\text{ p.m.}}$",
+     "8:34 \\text{ p.m.}"),
+    ("Enter only one of the foci, not both.", "points: $\\boxed{(-5, 7)}$ and $\\boxed{(-5, 1)}.$",
+     "(-5, 1)"),
+    # a single box that says it itself
+    ("q", "$\\boxed{-2 \\text{ or } -12}$", "-2 \\text{ or } -12"),
+])
+def test_golds_of_boxes(tmp_path, question, solution, gold):
+    """Regression: `28 or 28_9` as gold equals no answer but itself."""
+    assert load(tmp_path, {"problem": question, "solution": solution}).answer == gold
 
 
 USER = [{"role": "user", "content": "q"}]
@@ -76,10 +78,7 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
 @pytest.mark.parametrize("row, answer, solution", [
     # open-r1, NuminaMath, DeepScaleR, Big-Math
     ({"problem": "q", "solution": "so \\boxed{5}", "answer": None}, "5", "so \\boxed{5}"),
-    ({"problem": "q", "solution": "so \\boxed{5}", "answer": " "}, "5", "so \\boxed{5}"),
     ({"problem": "q", "answer": "6", "solution": "w", "messages": USER, "tests": []}, "6", "w"),
-    ({"problem": "q", "answer": "\\frac{1}{2}", "domain": ["a", "b"], "solution": ""},
-     "\\frac{1}{2}", ""),
     # DAPO-Math as reworked: the solution is the bare answer
     ({"prompt": "q", "solution": "34", "reward_model": {"ground_truth": "34"}}, "34", ""),
     # MetaMathQA
@@ -87,13 +86,11 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
     ({"query": "q", "response": "x=\\boxed{5}. The answer is: 5"}, "5",
      "x=\\boxed{5}. The answer is: 5"),
     ({"query": "q", "response": "x is 5.\nThe answer is: 5"}, "5", "x is 5.\nThe answer is: 5"),
-    ({"query": "q", "response": "The answer is: see below.\n#### 5"}, "5",
-     "The answer is: see below."),
     # alpaca, TRL, capitals, others
-    ({"instruction": "q", "input": "", "output": "So \\boxed{3}."}, "3", "So \\boxed{3}."),
+    ({"instruction": "q", "output": "So \\boxed{3}."}, "3", "So \\boxed{3}."),
     ({"prompt": "q", "solution": "$\\frac{2}{3}$"}, "$\\frac{2}{3}$", ""),
     ({"Problem": "q", "Answer": 2}, "2", ""),
-    ({"question": "q", "final_answer": ["$5$"], "solution": ["so x"]}, "$5$", "so x"),
+    ({"question": "q", "final_answer": "$5$", "solution": "so x"}, "$5$", "so x"),
     ({"problem": "q", "expected_answer": "2", "ground_truth": "3"}, "2", ""),
     ({"question": None, "problem": "q", "answer": "2"}, "2", ""),
     # a thought before the solution is none of it
@@ -123,11 +120,6 @@ def test_prompts_given_as_messages(tmp_path, row, messages, solution):
     assert ("none asks for <reasoning> and <answer>" in line) == (SYSTEM not in messages)
 
 
-def test_the_input_of_an_instruction_belongs_to_the_question(tmp_path):
-    p = load(tmp_path, {"instruction": "Add.", "input": "2, 3", "output": "5"})
-    assert p.question == "Add.\n\n2, 3"
-
-
 def test_columns_by_name(tmp_path):
     row = {"q": "Why?", "question": "no", "extra": {"question": "How?", "gold": "It is\n#### 4"},
            "answer": "7", "Result": 5, "solution": "\\boxed{8}"}
@@ -140,40 +132,25 @@ def test_columns_by_name(tmp_path):
         load(tmp_path, row, "", "gold")
 
 
-@pytest.mark.parametrize("text", [
-    '[{"question": "q", "answer": 1}, {"question": "r", "answer": 2}]',
-    '\n [\n  {"question": "q",\n   "answer": 1},\n  {"question": "r", "answer": 2}\n]\n'])
-def test_json_lists(tmp_path, text):
-    for name in ("x.json", "x.json.gz"):
-        path = write(tmp_path / name, text)
+def test_json_lists(tmp_path):
+    """Indented or not; the place of a mistake is the item, or the line of the file."""
+    text = '\n [\n  {"question": "q",\n   "answer": 1},\n  {"question": "r", "answer": 2}\n]\n'
+    for name, content in (("x.json", text), ("x.json.gz", text.replace("\n", ""))):
+        path = write(tmp_path / name, content)
         assert [p.answer for p in data.load_problems(path)] == ["1", "2"]
-        path = write(tmp_path / name, text.replace('"question": "r"', '"question": 5'))
+        path = write(tmp_path / name, content.replace('"question": "r"', '"question": 5'))
         with pytest.raises(ValueError, match=f'{name}, item 2: "question" must be text'):
             data.load_problems(path)
     path = write(tmp_path / "y.json", '[\n{"question": "q",\n"answer" 1}]')
-    with pytest.raises(ValueError, match="y.json:3: broken JSON at column 10"):
+    with pytest.raises(ValueError, match="y.json:3: broken JSON"):
         data.load_problems(path)
 
 
-@pytest.mark.parametrize("solution, gold", [
-    ("so $x = \\boxed 2$.", "2"),
-    ("so \\[x = \\boxed 1,250.\\]", "1,250"),
-    ("so $\\fbox{4}$", "4"),
-    # an escaped brace is no brace
-    ("$\\boxed{\\left\\{ 1, 2 \\right.}$ and {more}", "\\left\\{ 1, 2 \\right."),
-    ("$\\boxed{1}$ and $\\boxedsymbol{2}$", "1"),
-    ("$\\boxed{-3}$ or $\\boxed{5}$", "-3 or 5"),
-    # one answer, written twice
-    ("$\\boxed{12x-34}$ or $\\boxed{-34 + 12x}$", "-34 + 12x"),
-])
-def test_boxed(tmp_path, solution, gold):
-    assert load(tmp_path, {"problem": "q", "solution": solution}).answer == gold
-
-
 @pytest.mark.parametrize("answer, gold", [
-    ("blue", "blue"), (" 3/4 ", "3/4"), (12, "12"), (-3, "-3"), (0, "0"), (0.25, "0.25"),
-    (-0.0, "0"), (10**30, "1" + "0" * 30), ("<3", "<3"), ("a << b", "a << b"),
-    ("x = 3", "x = 3"), ("5225 \\text{ cubic inches}", "5225 \\text{ cubic inches}")])
+    (" 3/4 ", "3/4"), (12, "12"), (-3, "-3"), (0.25, "0.25"), (27.0, "27"), (1e30, "1e+30"),
+    (10**30, "1" + "0" * 30), ("025", "025"), ("<3", "<3"), ("a << b", "a << b"),
+    ("5225 \\text{ cubic inches}", "5225 \\text{ cubic inches}"),
+    ("\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}")])
 def test_plain_answers(tmp_path, answer, gold):
     assert load(tmp_path, {"question": "q", "answer": answer}) == Problem("q", gold)
 
@@ -213,30 +190,22 @@ FINE = {"question": "fine", "answer": "1"}
 
 
 @pytest.mark.parametrize("line, says", [
-    ('{"question": ', "broken JSON at column"),
-    ('{"question": "a" "answer": 1}', "broken JSON at column 18"),
+    ('{"question": "a" "answer": 1}', "broken JSON .*column 18"),
     ("[" * 100000, "recursion"),
-    ('{"question": "q", "answer": ' + "9" * 5000 + "}", "4300 digits"),
     ("[1, 2]", r"not an object .*: \[1, 2\]"),
-    ("null", "not an object"),
     ('{"answer": "1"}', "no question in question, problem, .*; the row has: answer"),
     ('{"question": "", "answer": "1"}', "no question in"),
-    ('{"question": ["a", "b"], "answer": "1"}', '"question" must be text, or messages'),
-    ('{"question": 5, "answer": "1"}', '"question" must be text'),
+    ('{"question": 5, "answer": "1"}', '"question" must be text, or messages'),
     ('{"prompt": [{"role": "user"}], "answer": "1"}', '"prompt" must be text, or messages with'),
-    ('{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], '
-     '"answer": "1"}', 'the messages of "prompt" must end in a user turn'),
     ('{"messages": [{"role": "assistant", "content": "r"}], "answer": "1"}', "end in a user turn"),
-    ('{"question": "\\ud800", "answer": "1"}', "half a surrogate"),
-    ('{"messages": [{"role": "system", "content": "\\udc00"}, {"role": "user", "content": "q"}], '
-     '"answer": "1"}', "half a surrogate"),
+    ('{"question": "\\ud800", "answer": "1"}', "surrogates not allowed"),
 ])
 def test_broken_rows_are_refused(tmp_path, line, says):
     """The bad row is the third line (a blank line counts); the message is one short line."""
     path = write(tmp_path / "bad.jsonl", FINE, "", line)
     with pytest.raises(ValueError, match=f"bad.jsonl:3: .*{says}") as e:
         data.load_problems(path)
-    assert type(e.value) is ValueError and len(str(e.value)) < 400 + len(path)
+    assert len(str(e.value)) < 400 + len(path)
 
 
 @pytest.mark.parametrize("row, says", [
@@ -244,28 +213,21 @@ def test_broken_rows_are_refused(tmp_path, line, says):
     ({"solution": None, "answer": ""}, "no answer in"),
     ({"answer": True}, '"answer" must be text or a number, not True'),
     ({"answer": [1, 2]}, r'"answer" must be text or a number, not \[1, 2\]'),
-    ({"answer": {"value": 1}}, '"answer" must be text or a number'),
-    ({"answer": float("nan")}, '"answer" is nan'),
-    ({"answer": float("-inf")}, '"answer" is -inf'),
-    ({"answer": 12345678901234567890.0}, "not an exact finite number"),
+    ({"answer": float("-inf")}, "'-inf', which stands for no answer"),
     ({"answer": "1+1 = <<1+1=2>>2 apples"}, '"answer" must be the gold answer alone'),
     ({"answer": "He has 2.\nSo it is 3."}, '"answer" must be the gold answer alone'),
     ({"answer": "If Tom is fifth, then four people came in before him."}, "gold .* alone"),
-    ({"answer": "It is 3.\n#### 3\nBye"}, '"answer" must be the gold answer alone'),
-    ({"answer": "It is 3.\n#### "}, '"answer" gives an empty gold answer'),
+    ({"answer": "It is 3.\n#### "}, "'', which stands for no answer"),
     ({"answer": '["1", "2"]'}, '"answer" must be the gold answer alone'),
     ({"answer": "\\boxed{1"}, '"answer" must be the gold answer alone'),
-    ({"answer": "<answer>1</answer>"}, '"answer" holds a tag'),
-    ({"answer": "1", "solution": "a</reasoning>"}, '"solution" holds a tag'),
-    ({"answer": "1", "solution": "<think>a"}, '"solution" holds a tag'),
+    ({"answer": "<answer>1</answer>"}, "answer or solution holds a tag"),
+    ({"answer": "1", "solution": "<think>a"}, "answer or solution holds a tag"),
     ({"answer": "1", "solution": ["a", "b"]}, '"solution" must be text'),
     ({"solution": "It is 7."}, r'"solution" must .*mark it: in its last \\boxed{GOLD} .finished'),
     ({"solution": "7+2=9;4+1=5"}, '"solution" must'),
     # an unfinished last box is no answer, and an earlier one is none either
     ({"solution": "$\\boxed{7}$, then $\\boxed{\\frac{1}{2}$"}, '"solution" must'),
-    ({"solution": "It is $\\boxed$"}, '"solution" must'),
     ({"answer": "proof", "solution": "QED \\boxed{1}"}, "'proof', which stands for no answer"),
-    ({"answer": "notfound"}, "'notfound', which stands for no answer"),
     ({"solution": "so \\boxed{None}"}, "'None', which stands for no answer"),
 ])
 def test_rows_without_a_usable_answer(tmp_path, row, says):
@@ -279,7 +241,6 @@ def test_rows_without_a_usable_answer(tmp_path, row, says):
     for kwargs in ({"split": "test"}, {"strict": True}):
         with pytest.raises(ValueError, match=f"bad.jsonl:3: .*{says}"):
             data.load_problems(path, **kwargs)
-    assert len(data.load_problems(path, "test", strict=False, say=said.append)) == 2
     with pytest.raises(ValueError, match=f"bad.jsonl:1: .*{says}.*no row of the file"):
         data.load_problems(write(tmp_path / "bad.jsonl", row, row), say=None)
 
@@ -290,48 +251,20 @@ def test_what_is_said_goes_to_stderr(tmp_path, capsys):
     assert out == "" and err.count("\n") == 1 and "left out 1 of 2 rows" in err
 
 
-def test_unreadable_bytes_name_the_line(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"question": "q", "answer": "1"}\n{"question": "caf\xe9", "answer": "1"}\n')
-    with pytest.raises(ValueError, match=r"x.jsonl:2: not UTF-8 at byte 18 "):
-        data.load_problems(str(path))
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with pytest.raises(ValueError, match="x.jsonl: a Git LFS pointer"):
-        data.load_problems(str(path))
-    path = tmp_path / "x.jsonl.gz"
-    lines = (b'{"question": "%d", "answer": "%d"}\n' % (i * 7919, i) for i in range(3000))
-    whole = gzip.compress(b"".join(lines))
-    for cut in (whole[:len(whole) // 2], whole[:-3], b"not gzip at all\n",
-                whole[:400] + b"\xff" * 400 + whole[800:]):
-        path.write_bytes(cut)
-        with pytest.raises(ValueError, match=r"x.jsonl.gz:\d+: "):
-            data.load_problems(str(path))
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf", b"[]"])
-def test_empty_files_are_refused(tmp_path, content):
-    for name, raw in (("e.jsonl", content), ("e.jsonl.gz", gzip.compress(content))):
-        (tmp_path / name).write_bytes(raw)
-        with pytest.raises(ValueError, match=f"{name}: the file is empty"):
-            data.load_problems(tmp_path / name)
-
-
-def test_other_formats_come_with_a_command_that_makes_jsonl(tmp_path):
-    """The command for CSV is run here; Parquet's needs a package."""
-    path = tmp_path / "my data.csv"
-    path.write_text('question,answer\n"a ""b""\nc \u00e9",5\n' + "x" * 200000 + ',"1,000"\n',
-                    encoding="utf-8-sig")
-    with pytest.raises(ValueError, match="my data.csv is a CSV file; make JSONL of it") as e:
-        data.load_problems(path)
-    program, given, arrow, made = shlex.split(str(e.value).partition("python -c")[2])
-    assert (given, arrow, made) == (str(path), ">", str(tmp_path / "my data.jsonl"))
-    with open(made, "wb") as f:
-        subprocess.run([sys.executable, "-c", program, given], stdout=f, check=True)
-    assert [(p.question[:9], p.answer) for p in data.load_problems(made)] == [
-        ('a "b"\nc \u00e9', "5"), ("x" * 9, "1,000")]
-    (tmp_path / "x.PARQUET").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="is a Parquet file.*pyarrow.*\n.*x.PARQUET > .*x.jsonl"):
-        data.load_problems(tmp_path / "x.PARQUET")
+@pytest.mark.parametrize("name, content, says", [
+    ("x.jsonl", b'{"question": "q", "answer": "1"}\n{"question": "caf\xe9"}\n', ":2: not UTF-8"),
+    ("x.jsonl", b"version https://git-lfs.github.com/spec/v1\n", ": a Git LFS pointer"),
+    ("x.jsonl.gz", gzip.compress(b'{"question": "q", "answer": 1}\n')[:-3], ": broken or cut-off"),
+    ("x.jsonl.gz", b"not gzip at all\n", ": broken or cut-off gzip"),
+    ("x.jsonl", b"\xef\xbb\xbf\n", ": the file is empty"),
+    ("x.jsonl", b"[]", ": the file is empty"),
+    ("x.PARQUET", b"PAR1", r" is a parquet file.*\n.*read_parquet\('.*x.PARQUET'\).*x.jsonl'"),
+    ("x.csv", b"question,answer\n", r" is a csv file.*\n.*read_csv\('.*x.csv', dtype=str\)"),
+])
+def test_files_that_cannot_be_read_are_refused(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name + says):
+        data.load_problems(tmp_path / name)
 
 
 def test_hostile_rows_are_read_quickly(tmp_path):

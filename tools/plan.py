@@ -64,15 +64,17 @@ class Plan:
         self.moments = 8 * self.trainable
 
         self.prompts = max(1, c.prompts_per_step // processes)              # of one process
-        sampling = self.sampling(self.prompts, c.group_size)
+        activations, training = self.training()
+        cache, sampling = self.sampling(self.prompts, c.group_size)
         batch = max(1, self.prompts * c.group_size // c.eval_samples)
         self.parts = {"weights": self.weights, "gradients": 4 * self.trainable,
-                      "optimizer": self.moments, **self.training(),
-                      **{f"sampling: {name}": size for name, size in sampling.items()},
-                      "evaluation: peak": self.sampling(batch, c.eval_samples)["peak"]}
+                      "optimizer": self.moments, "training: activations": activations,
+                      "training: peak": training, "sampling: keys and values": cache,
+                      "sampling: peak": sampling,
+                      "evaluation: peak": self.sampling(batch, c.eval_samples)[1]}
 
     def sampling(self, P, G):
-        """Memory of G completions for each of P prompts; peak: weights and optimizer included."""
+        """Of G completions for each of P prompts: keys and values; the peak, with all else."""
         m, c, Tp, L = self.m, self.c, self.c.max_prompt_tokens, self.c.max_new_tokens
         kv = 8 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim   # of a token, float32
         rows = min(P * G, max(1, DRAW_ELEMENTS // m.vocab_size))
@@ -83,8 +85,7 @@ class Plan:
         first = prompts * self.e // 4 + max(prefill, prompts)               # kept, then as float32
         grow = own // 2 * (L > 64)              # buffers stand beside those twice as large
         peak = max(first, prompts + own + max(grow, scores + logits))
-        return {"keys and values": prompts + own, "scores": scores, "logits": logits,
-                "peak": self.weights + self.moments + self.copies + peak}
+        return prompts + own, self.weights + self.moments + self.copies + peak
 
     def layer(self, tokens, keys, mask):
         """What autograd keeps of a layer, and what its backward pass needs beside it for a moment.
@@ -95,7 +96,7 @@ class Plan:
         return kept + e * (2 * width * keys + mask), tokens * e * (2 * F + 2 * H)
 
     def training(self):
-        """Memory of a micro-batch at full length, and the peak, everything included."""
+        """Of a micro-batch at full length: what layers keep; the peak, with all else."""
         m, c, H, V = self.m, self.c, self.m.hidden_size, self.m.vocab_size
         Tp, G, L = c.max_prompt_tokens, c.group_size, c.max_new_tokens
         P = min(self.prompts, max(1, c.micro_tokens // (Tp + G * L)))
@@ -113,19 +114,21 @@ class Plan:
         # when backward goes over from completions to prompts, gradients of the former wait
         waiting = 4 * self.trainable - self.copies + layers * prompt
         peak = max(self.copies + layers * (prompt + own) + max(head, backward), waiting + backward)
-        return {"training: activations": layers * (prompt + own), "training: a layer": backward,
-                "training: head and logits": head,
-                "training: peak": self.weights + self.moments + 4 * self.trainable + peak}
+        return layers * (prompt + own), self.weights + self.moments + 4 * self.trainable + peak
 
     def flops(self):
         """Floating-point operations of a step over all processes: sampling, training."""
-        m, c = self.m, self.c
-        Tp, L, N = c.max_prompt_tokens, c.max_new_tokens, c.prompts_per_step * c.group_size
-        head = 2 * m.vocab_size * m.hidden_size * N * L
-        pairs = c.prompts_per_step * Tp * Tp / 2 + N * L * (Tp + L / 2)
-        once = 2 * self.matrices * (c.prompts_per_step * Tp + N * L) + head
-        once += 4 * m.num_hidden_layers * m.num_attention_heads * m.head_dim * pairs
-        return once, once * (3 if self.full else 2) + (once - head) * c.checkpointing
+        m, c, layers = self.m, self.c, self.m.num_hidden_layers
+        Tp, L, P, N = c.max_prompt_tokens, c.max_new_tokens, c.prompts_per_step, c.group_size
+        tokens, own = P * (Tp + N * L), P * N * L
+        head = 2 * m.vocab_size * m.hidden_size * own
+        pairs = P * Tp * Tp / 2 + own * (Tp + L / 2)
+        attention = 4 * layers * m.num_attention_heads * m.head_dim * pairs
+        inside = 2 * self.matrices * tokens + attention
+        # checkpointing runs the layers again, each but for its last product
+        again = inside - 2 * layers * m.intermediate_size * m.hidden_size * tokens
+        training = (inside + head) * (3 if self.full else 2) + again * c.checkpointing
+        return inside + head, training
 
 
 def report(c, config, processes=1):
@@ -134,18 +137,17 @@ def report(c, config, processes=1):
     counts = sorted({processes} | ({8} if c.prompts_per_step % 8 == 0 else set()))
     plans = [Plan(c, config, n) for n in counts]
     p, (sampling, training) = plans[0], plans[0].flops()
-    unit, name = (1e9, "GB") if p.base > 1e8 else (1e6, "MB")
-    lines = [
+
+    def line(name, sizes):
+        return f"{name:38}" + "".join(f"{size / 1e9:10.3f}" for size in sizes)
+
+    return "\n".join([
         f"{c.model or 'a new ' + config.model_type}: {p.base:,} weights, {p.trainable:,} trained, "
         f"{'bfloat16' if p.e == 2 else 'float32'}" + ", checkpointing" * c.checkpointing,
         f"a step: {c.prompts_per_step} prompts of {c.max_prompt_tokens:,} tokens, "
         f"{c.prompts_per_step * c.group_size} completions of {c.max_new_tokens:,}; "
         f"{sampling / 1e12:,.2f} TFLOP to sample, {training / 1e12:,.2f} to train", "",
-        f"{name + ' on each GPU; not all at once':38}"
-        + "".join(f"{f'{n} GPU' + 's' * (n > 1):>10}" for n in counts)]
-    lines += [f"  {row:36}" + "".join(f"{plan.parts[row] / unit:10.2f}" for plan in plans)
-              for row in p.parts]
-    largest = [max(size for row, size in plan.parts.items() if "peak" in row) for plan in plans]
-    lines.append(f"{'the largest peak, give or take 20%':38}"
-                 + "".join(f"{size / unit:10.2f}" for size in largest))
-    return "\n".join(lines)
+        f"{'GB on each GPU; not all at once':38}" + "".join(f"{n:>3} GPU(s)" for n in counts),
+        *(line("  " + row, [plan.parts[row] for plan in plans]) for row in p.parts),
+        line("the largest peak, give or take 20%",
+             [max(size for row, size in plan.parts.items() if "peak" in row) for plan in plans])])

@@ -10,7 +10,6 @@ band goes from the lowest to the highest. A run's curves over k come from its ev
 Needs matplotlib, which nothing else here does: pip install matplotlib
 """
 import argparse
-import json
 import math
 import os
 import re
@@ -19,30 +18,13 @@ import sys
 import numpy as np
 
 from eval import ks_of, mean, problem_figures, read_results
+from lib.files import read_jsonl
 from lib.run import command
 
 # field of metrics.jsonl: title
 PANELS = {"accuracy": "accuracy", "format": "format", "entropy": "entropy, nats",
           "reward": "reward", "kept": "kept share", "conflict": "conflict share",
           "grad_norm": "gradient norm"}
-
-
-def read_jsonl(path, needs=()):
-    """The rows of a JSONL file, objects that have the fields `needs`. A last line that a kill has
-    cut off is left out. ValueError: another line that is no such row, with its number."""
-    with open(path, encoding="utf-8", errors="replace") as f:
-        lines = f.read().split("\n")[:-1]
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or not set(needs) <= row.keys():
-            raise ValueError(f"{path}:{number}: not a row with {', '.join(needs)}; mend or remove "
-                             "the line")
-        rows.append(row)
-    return rows
 
 
 def read_curves(path):
@@ -83,14 +65,11 @@ def read_run(path):
 
 
 def group_runs(paths):
-    """{label: the paths of its seeds}. The label is the path without the folders that all share
-    and without a last -s0, _s1, -seed2."""
-    paths = [os.path.abspath(path) for path in dict.fromkeys(map(os.path.normpath, paths))]
-    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    """{label: the paths of its seeds}. The label is the path without a last -s0, _s1, -seed2."""
     groups = {}
     for path in paths:
-        name = os.path.relpath(path, shared).removesuffix(".jsonl")
-        groups.setdefault(re.sub(r"[-_.]s(eed)?\d+$", "", name), []).append(path)
+        label = re.sub(r"[-_.]s(eed)?\d+$", "", os.path.normpath(path).removesuffix(".jsonl"))
+        groups.setdefault(label, []).append(path)
     return groups
 
 
@@ -108,39 +87,22 @@ def line(axis, x, seeds, **style):
     n = min(map(len, seeds))
     values = np.stack([s[:n] for s in seeds])                   # (seeds, n)
     drawn, = axis.plot(x[:n], values.mean(0), **style)
-    if len(seeds) > 1:
-        axis.fill_between(x[:n], values.min(0), values.max(0), color=drawn.get_color(),
-                          alpha=0.15, linewidth=0)
+    axis.fill_between(x[:n], values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15,
+                      linewidth=0)
 
 
 def draw_curves(axis, kind, runs, color):
     """pass@k or maj@k of the seeds of one setting, a dash for each data set."""
-    sets = list(dict.fromkeys(name for _, curves in runs for name in curves))
+    sets = dict.fromkeys(name for _, curves in runs for name in curves)
     for dash, name in zip(("-", "--", ":", "-."), sets):
         curves = [curves[name] for _, curves in runs if name in curves]
-        shared = set.intersection(*(set(curve) for curve in curves))
+        shared = set.intersection(*map(set, curves))
         ks = sorted(int(c.split("@")[1]) for c in shared if c.startswith(kind))
         line(axis, ks, [[curve[f"{kind}@{k}"] for k in ks] for curve in curves], color=color,
-             linestyle=dash, marker="o", markersize=3, label=name if len(sets) > 1 else None)
-
-
-def dress(axis, title):
-    """What belongs to the panel of this title."""
-    axis.set_title(title)
-    axis.set_xlabel("k" if "@" in title else "RL step")
-    axis.grid(alpha=0.3)
-    if title == PANELS["grad_norm"]:
-        axis.set_yscale("log")
-    elif title == PANELS["entropy"]:
-        axis.set_ylim(0, max(0.8, axis.get_ylim()[1]))
-        axis.axhline(math.log(2), color="black", linestyle="--", linewidth=1, label="ln 2")
-    elif title != PANELS["reward"]:
-        axis.set_ylim(0, 1.02)
-    if "@" in title:
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda k, _: f"{k:g}")
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize="small")
+             linestyle=dash, marker="o", markersize=3, label=name)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda k, _: f"{k:g}")
+    axis.set(title=f"{kind}@k", xlabel="k", ylim=(0, 1.02))
 
 
 def draw(groups, out):
@@ -151,25 +113,29 @@ def draw(groups, out):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(3, 3, figsize=(13, 10), dpi=80, layout="constrained")
-    axes = axes.flat
+    panels = dict(zip([*PANELS, "pass", "maj"], axes.flat))
     steps = [len(series["reward"]) for runs in groups.values() for series, _ in runs if series]
     width = 1 + 2 * (max(steps, default=1) // 30)
     names = []
     for number, (label, runs) in enumerate(groups.items()):
-        color = f"C{number % 10}"
-        for axis, field in zip(axes, PANELS):
-            seeds = [smooth(series[field], width) for series, _ in runs if series]
-            if seeds:
-                line(axis, range(1, max(steps) + 1), seeds, color=color, linewidth=1.3)
-        for axis, kind in zip(axes[len(PANELS):], ("pass", "maj")):
-            draw_curves(axis, kind, runs, color)
-        seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
-        names.append(plt.Line2D([], [], color=color, label=label + seeds))
-    for axis, title in zip(axes, [*PANELS.values(), "pass@k", "maj@k"]):
-        dress(axis, title)
+        color, seeds = f"C{number % 10}", [series for series, _ in runs if series]
+        for field in PANELS if seeds else ():
+            line(panels[field], range(1, max(steps) + 1),
+                 [smooth(series[field], width) for series in seeds], color=color, linewidth=1.3)
+        for kind in ("pass", "maj"):
+            draw_curves(panels[kind], kind, runs, color)
+        names.append(plt.Line2D([], [], color=color, label=f"{label} ({len(runs)})"))
+    for field, title in PANELS.items():
+        panels[field].set(title=title, xlabel="RL step")
+    panels["grad_norm"].set_yscale("log")
+    panels["entropy"].axhline(math.log(2), color="black", linestyle="--", label="ln 2")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize="small")
     figure.legend(handles=names, loc="outside upper center", ncols=4)
-    figure.supxlabel(f"per step: moving average over {width} steps; bands: lowest and highest "
-                     "seed", fontsize="small")
+    figure.supxlabel(f"(number of seeds); per step: moving average over {width} steps; bands: "
+                     "lowest and highest seed", fontsize="small")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     figure.savefig(out)
     plt.close(figure)
@@ -183,8 +149,6 @@ def main(argv):
     p.add_argument("--out", default="out/plot.png", metavar="FILE.png",
                    help="default: out/plot.png")
     args = p.parse_args(argv)
-    if not args.out.endswith(".png"):
-        p.error(f"--out={args.out}: the name of the picture should end in .png")
     groups = {label: [read_run(path) for path in paths]
               for label, paths in group_runs(args.runs).items()}
     try:

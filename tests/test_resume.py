@@ -1,0 +1,119 @@
+"""train.py --resume: exact, or refused."""
+import os
+import shutil
+import signal
+
+import pytest
+
+import train
+from conftest import (OUT, checkpoint, largest_difference, learned, refused, rl_rows, run, stopped,
+                      tree, write_rows)
+from data import held_out, load_problems
+from lib.arithmetic import make_tiny_model
+from model import GPT
+
+KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
+
+
+# ---- resume --------------------------------------------------------------------------------------
+
+KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
+
+
+@pytest.mark.parametrize("flags, stop_after, number", [
+    ([], 1, signal.SIGINT), ([], 2, signal.SIGTERM), ([], 4, signal.SIGTERM),
+    (KL, 4, signal.SIGINT), ([*KL, "--lora_rank=2", "--compile"], 4, signal.SIGTERM)])
+def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, flags, stop_after,
+                                                  number):
+    """Bit for bit: prompts, completions, optimizer, schedule, reference and rows go on, in the
+    warm-up, between it and RL, and in RL; P69: with or without compilation."""
+    monkeypatch.setattr(GPT, "compile_layers", lambda model: None)
+    flags = [*small, "--sft_steps=2", "--steps=3", *flags]
+    run(tmp_path, *flags, "--out=whole")
+    with stopped(stop_after, number):
+        text = run(tmp_path, *flags, "--out=parts", code=128 + number)
+    assert f"stopped after step {stop_after - 1}; the same command with --resume" in text
+    assert checkpoint(tmp_path / "parts")["step"] == stop_after
+    text = run(tmp_path, "--out=parts", "--resume", *flags)
+    assert f"resumed at step {stop_after}\n" in text and "before   after" in text
+    assert learned(tmp_path / "parts") == learned(tmp_path / "whole")
+    ends = [checkpoint(tmp_path / name)["model"] for name in ("parts", "whole")]
+    assert largest_difference(*ends) == 0
+    assert not any("_orig_mod" in name for name in ends[0])
+
+
+def test_the_end_of_the_warm_up_is_kept(small, tmp_path, monkeypatch):
+    def sample(*arguments, **more):
+        raise ValueError("broken")
+    with monkeypatch.context() as m:
+        m.setattr(train, "sample", sample)
+        refused(tmp_path, [*small, "--sft_steps=2", "--steps=1", "--eval_problems=0"], "broken")
+    assert checkpoint(tmp_path / OUT)["step"] == 2
+    assert "resumed at step 2" in run(tmp_path, "--resume")
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(done):
+    """It used to evaluate again and to write a second row "after"."""
+    cwd, flags, _ = done
+    before = tree(cwd / OUT)
+    assert "is finished: all 5 steps" in run(cwd, *flags, "--resume")
+    assert tree(cwd / OUT) == before
+
+
+def test_resume_without_a_checkpoint_starts_and_says_so(small, tmp_path):
+    for name, word in (("a", "--resume"), ("b", "--resume=auto")):
+        text = run(tmp_path, *small, "--sft_steps=0", "--steps=1", f"--out={name}", word)
+        assert f"{name} has no checkpoint: starting at step 0" in text
+        assert 'resume = "no"' in (tmp_path / name / "config.toml").read_text()
+
+
+def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
+    """The preset of then, or the defaults, silently took the place of what the run began with."""
+    cwd, flags, _ = done
+    shutil.copytree(cwd / OUT, tmp_path / "moved")
+    (tmp_path / "preset.toml").write_text("out = 'moved'\ngroup_size = 7\nsteps = 99\n")
+    text = run(tmp_path, "preset.toml", "--resume", "--steps=4", "--gamma=0.5")
+    lines = text.split("resumed at step 5\n")[1].split("\n\n")[0].splitlines()
+    assert lines == ["  steps is 4, it was 3", "  gamma is 0.5, it was 0.1"]
+    config = (tmp_path / "moved/config.toml").read_text()
+    assert "group_size = 4\n" in config and "steps = 4\n" in config and "gamma = 0.5" in config
+    assert [row["step"] for row in rl_rows(tmp_path / "moved")] == [2, 3, 4, 5]
+    assert sorted(os.listdir(tmp_path)) == ["moved", "preset.toml"]
+
+
+def test_resume_refuses_what_would_be_another_run(done, tmp_path):
+    cwd, flags, _ = done
+    make_tiny_model(str(tmp_path / "other"), 0)
+    write_rows(tmp_path / "other.jsonl", [{"question": f"{i}?", "answer": "1", "solution": "no"}
+                                          for i in range(15)])
+    before = tree(cwd / OUT)
+    for flag, says in ((f"--data={tmp_path}/other.jsonl", ["other problems than then"]),
+                       ("--seed=1", ["seed was 0 then and is 1 now"]),
+                       ("--sft_steps=3", ["sft_steps was 2 then and is 3 now"]),
+                       ("--lora_rank=2", ["lora_A", "missing in the checkpoint"]),
+                       (f"--model={tmp_path}/other", ["tensor 'model.embed_tokens.weight' is",
+                                                      "32) in the checkpoint", "128) in this"])):
+        refused(cwd, [*flags, "--resume", "--steps=9", flag], f"{OUT}/ckpt.pt", *says)
+        assert tree(cwd / OUT) == before
+
+
+def test_a_kl_term_that_comes_late_is_refused_where_its_reference_is_lost(small, tmp_path):
+    """The policy in the middle of RL was taken for the one before it. A whole model's is kept."""
+    flags = [*small, "--sft_steps=1", "--steps=2"]
+    for more in ([], ["--lora_rank=2"]):
+        with stopped(2):
+            run(tmp_path, *flags, *more, f"--out=a{len(more)}", code=143)
+    run(tmp_path, "--out=a0", "--resume", "--beta=0.1")
+    refused(tmp_path, ["--out=a1", "--resume", "--beta=0.1"], "needs the adapter as it was")
+
+
+def test_problems_held_out_of_a_file_are_kept_beside_the_run(done, small_folder):
+    """3 of 10 held-out questions had been trained on: a resumed run wrote the file anew."""
+    cwd, flags, text = done
+    everything = load_problems(small_folder / "problems.jsonl")
+    apart = load_problems(cwd / OUT / "heldout.jsonl")
+    assert apart == held_out(everything, 2)[1] and "13 problems" in text
+    run(cwd, *flags, "--out=other", "--resume", "--overwrite=false", "--steps=1")
+    (cwd / "other/heldout.jsonl").write_text("as it was")
+    run(cwd, "--out=other", "--resume", "--steps=2")
+    assert (cwd / "other/heldout.jsonl").read_text() == "as it was"

@@ -1,0 +1,113 @@
+"""lib/run.py: one message for a mistake, the output folder, processes, signals."""
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conftest import OUT, ROOT, refused
+from lib.run import Output, Processes, command, forward_dtype
+
+
+def raises(error):
+    def main(argv):
+        raise error
+    return main
+
+
+@pytest.mark.parametrize("error, says", [
+    (ValueError("a.toml: bad"), "error: a.toml: bad\n"), (OSError("b: gone"), "error: b: gone\n"),
+    (torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nand more"),
+     "error: out of memory: Tried to allocate 2.00 GiB.\nLower"), (MemoryError(), "micro_tokens"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+    (dist.DistBackendError("NCCL error"), "another process ended"),
+    (RuntimeError("[gloo/transport] Connection closed by peer"), "another process ended")])
+def test_a_mistake_or_a_fault_is_one_message_and_code_2(capsys, error, says):
+    assert command(raises(error), []) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and says in text and "and more" not in text
+
+
+def test_our_own_mistakes_show_a_traceback():
+    for error in (RuntimeError("shapes"), KeyError("x"), TypeError("y")):
+        with pytest.raises(type(error)):
+            command(raises(error), [])
+    assert command(raises(KeyboardInterrupt()), []) == 130
+    assert command(lambda argv: None, []) == 0 and command(lambda argv: len(argv), ["a"]) == 1
+
+
+def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
+    """A killed run has rows behind its checkpoint, the last one torn; null stands for nan."""
+    output = Output(str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n[1]\n{"step": 1}\n{"step": 2}\n{"st')
+    output.open_log(2)
+    output.log({"step": 2, "loss": float("nan")})
+    output.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
+
+
+def test_only_the_main_process_writes(tmp_path):
+    output = Output(str(tmp_path / "out"), main=False)
+    output.lock()
+    output.write("config.toml", "x")
+    output.open_log(0)
+    output.log({"step": 0})
+    output.save({})
+    output.clear()
+    output.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_one_lives(small, tmp_path):
+    first = Output(str(tmp_path / OUT))
+    first.lock()
+    for more in ([], ["--resume"], ["--overwrite"]):
+        refused(tmp_path, [*small, *more], f"another run is writing to {OUT}", "--out=FOLDER")
+    first.close()
+    Output(str(tmp_path / OUT)).lock()
+
+
+def test_a_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
+    """Regression: the note itself failed, on the file systems that several nodes share."""
+    def flock(*_):
+        raise OSError("no locks here")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    Output(str(tmp_path / "out")).lock()
+    assert "cannot be locked (no locks here)" in capsys.readouterr().err
+
+
+def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="process 2 .* no GPU: PyTorch sees 2.*nproc_per_node=2"):
+        Processes("auto")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="sees no CUDA device; use --device=cpu"):
+        Processes("cuda")
+
+
+def test_auto_is_float32_on_every_cpu_and_where_bfloat16_is_emulated(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert forward_dtype("auto", cpu) == torch.float32
+    assert forward_dtype("bfloat16", cpu) == torch.bfloat16
+    for native in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                            lambda including_emulation=True: including_emulation or native)
+        expected = torch.bfloat16 if native else torch.float32
+        assert forward_dtype("auto", gpu) == expected
+
+
+def test_imports_leave_the_environment_alone():
+    """Importing our modules must not choose devices for the user."""
+    code = ("import os, sys, torch; sys.path.insert(0, %r)\n"
+            "before, state = dict(os.environ), torch.get_rng_state()\n"
+            "import model, tokenizer, data, rewards, gtpo, logprobs, sample, eval, train\n"
+            "assert dict(os.environ) == before and torch.equal(state, torch.get_rng_state())")
+    subprocess.run([sys.executable, "-c", code % ROOT], check=True,
+                   env={**os.environ, "CUDA_VISIBLE_DEVICES": "1"})
