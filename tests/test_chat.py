@@ -178,11 +178,13 @@ def test_the_token_after_an_answer_ends_a_completion(template, tokens, end, tmp_
 
 
 def test_a_known_end_counts_in_any_case(tmp_path):
-    """GPT-2's one token is BOS and EOS at once; and a known end that is not special."""
-    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    for i, token in ((256, "<|endoftext|>"), (259, "<tool>")):
-        tok = chat_folder(tmp_path, template, bos_token=token, eos_token=token)
-        assert (tok.eos_id, tok.eos_ids) == (i, (i,))
+    """GPT-2's one token is BOS and EOS at once; an end in generation_config.json need not be
+    special."""
+    template = "{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}"
+    for token, eos in (("<|endoftext|>", (256,)), ("<tool>", (259, 256))):
+        write(tmp_path, None, generation_config__json={"eos_token_id": eos[0]})
+        tok = chat_folder(tmp_path, template, bos_token=token, eos_token="<|endoftext|>")
+        assert (tok.eos_id, tok.eos_ids) == (eos[0], eos)
 
 
 # --------------------------------------------------------------------------------------- chat_ids

@@ -220,6 +220,8 @@ def test_folders_that_are_no_model(tmp_path):
             (adapter, r"an adapter.*\(Qwen/Qwen2.5-3B\) as --model and this folder as --adapter")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             Tokenizer.from_pretrained(folder)
+    write(adapter, None, config__json={})  # a whole model with an adapter's file beside it
+    assert Tokenizer.from_pretrained(adapter).vocab_size == 5
 
 
 def test_broken_files(tmp_path):
