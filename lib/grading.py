@@ -690,6 +690,7 @@ HARD_CASES = (  # prediction, gold, equal?, why
 
 def print_table():
     """Prints the hard cases with the verdicts of answers_equal."""
+    print(f"{'prediction':31}{'gold':29}{'':7}why")
     for pred, gold, equal, why in HARD_CASES:
         verdict = answers_equal(pred, gold)
         wrong = "" if verdict == equal else "   <-- WRONG VERDICT"

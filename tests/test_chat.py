@@ -105,16 +105,9 @@ END = "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     # Qwen3: an empty thought before the last answer
     (QWEN.replace("m.content", "('<think>\\n\\n</think>\\n\\n' if loop.last else '') + m.content"),
      IM, "<|im_end|>"),
-    # Llama 3
-    ("{{ '<s>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' "
-     "+ m.content | trim + '<|eot_id|>' }}{% endfor %}",
-     ["<s>", "<|head|>", "<|/head|>", "<|eot_id|>"], "<|eot_id|>"),
     # Mistral
     ("<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
      "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}", ["<s>", "</s>", "[/INST]"], "</s>"),
-    # DeepSeek R1: the thought of an answer is dropped
-    ("<s>{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
-     "<|assistant|>{{ m.content.split('</think>')[-1] }}</s>{% endif %}" + END, OPENERS, "</s>"),
     # Gemma
     ("<s>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
      "<start>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content | trim }}<end>\n"
@@ -149,11 +142,13 @@ def test_the_token_after_an_answer_ends_a_completion(template, tokens, end, tmp_
 
 
 def test_a_known_end_counts_in_any_case(tmp_path):
-    """GPT-2's one token is BOS and EOS at once; and a known end that is not special."""
-    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    for i, token in ((256, "<|endoftext|>"), (259, "<tool>")):
-        tok = chat_folder(tmp_path, template, bos_token=token, eos_token=token)
-        assert (tok.eos_id, tok.eos_ids) == (i, (i,))
+    """GPT-2's one token is BOS and EOS at once; an end in generation_config.json need not be
+    special."""
+    template = "{% for m in messages %}{{ m.content }}{{ bos_token }}{% endfor %}"
+    for token, eos in (("<|endoftext|>", (256,)), ("<tool>", (259, 256))):
+        write(tmp_path, None, generation_config__json={"eos_token_id": eos[0]})
+        tok = chat_folder(tmp_path, template, bos_token=token, eos_token="<|endoftext|>")
+        assert (tok.eos_id, tok.eos_ids) == (eos[0], eos)
 
 
 # --------------------------------------------------------------------------------------- chat_ids

@@ -4,7 +4,7 @@ import runpy
 import pytest
 
 import rewards
-from lib.hard_cases import HARD_CASES
+from lib.grading import HARD_CASES
 from rewards import accuracy_reward, extract_answer, format_reward
 
 FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
@@ -12,10 +12,8 @@ FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
 
 @pytest.mark.parametrize("text, reward", [
     ("<reasoning>a</reasoning><answer>4</answer>", 10),
-    # line breaks inside: `.` does not match them
-    ("\n <reasoning>\n3 bags\nof 4\n</reasoning>\n<answer>\n12\n</answer>\n", 10),
-    # text before and between is paid
-    ("Let us see.\n<reasoning>a</reasoning>\nSo:\n<answer>4</answer>", 10),
+    # line breaks inside: `.` does not match them; text before and between is paid
+    ("Let us see.\n<reasoning>\n3 bags\nof 4\n</reasoning>\nSo:\n<answer>\n12\n</answer>\n", 10),
     # text after the end, wrong order, crossed, one broken tag, cut off
     ("<reasoning>a</reasoning><answer>4</answer> That is all.", 1.5),
     ("<answer>4</answer><reasoning>a</reasoning>", 1.5),
@@ -23,40 +21,23 @@ FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
     ("<reasoning}a</reasoning><answer>4</answer>", 1.5),
     ("<reasoning>a</reasoning><answer>4", 1.5),
     # an answer block that holds nothing
-    ("<reasoning>a</reasoning><answer></answer>", 1.5), (FULL.format("."), 1.5),
-    (FULL.format(r"$ \boxed{} $"), 1.5), (FULL.format("." * 2000), 1.5), (FULL.format("x"), 10),
-    ("<answer></answer>", 0), ("<answer> </answer><reasoning>a</reasoning>", 1.5),
-    ("<reasoning>a</reasoning> 4", 1),
-    ("a <answer>4</answer>", 1),
-    ("<reasoning}a<answer>4</answer>", 1),
-    ("<reasoning}a<answer>4</answer> feet", 0),
-    ("<reasoning>a", 0),
-    ("</reasoning>a<reasoning>", 0),
-    ("<Reasoning>a</Reasoning><Answer>4</Answer>", 0),
-    ("(reasoning) a (answer) 4", 0),
-    ("", 0),
+    (FULL.format(""), 1.5), (FULL.format(r"$ \boxed{} $"), 1.5), (FULL.format("." * 2000), 1.5),
+    ("<answer> </answer>", 0),
+    # a lazy wildcard stretched over inner tags, so that repeated blocks earned everything
+    (FULL.format(4) + "<answer>9</answer>", 1.5), ("<reasoning>a</reasoning>" + FULL.format(4), 1.5),
+    (FULL.format(4) + FULL.format(4), 0),
+    ("<reasoning>a</reasoning> 4", 1), ("<reasoning}a<answer>4</answer>", 1),
+    ("<reasoning}a<answer>4</answer> feet", 0), ("</reasoning>a<reasoning>", 0),
+    ("<Reasoning>a</Reasoning><Answer>4</Answer>", 0), ("", 0),
 ])
 def test_format_reward(text, reward):
     assert format_reward(text) == reward and isinstance(format_reward(text), float)
 
 
-def test_repeated_blocks_are_not_the_full_format():
-    """Guards: a lazy wildcard in an anchored pattern stretches over inner tags, so that repeated
-    blocks earn everything."""
-    reasoning, four, nine = "<reasoning>a</reasoning>", "<answer>4</answer>", "<answer>9</answer>"
-    assert format_reward(2 * reasoning + four + nine) == 0
-    assert format_reward(reasoning + four + nine) == 1.5
-    assert format_reward(2 * reasoning + four) == 1.5
-    assert accuracy_reward(reasoning + four + nine, "9") == 0
-
-
 def test_accuracy_needs_the_format_and_the_answer():
-    assert accuracy_reward(FULL.format("4"), "4") == 10.0
-    assert accuracy_reward(FULL.format("14"), "4") == 0.0
-    assert accuracy_reward("<answer>4</answer>", "4") == 0.0
     text = FULL.format(r"The answer is \boxed{\frac{5}{6}}.")
-    assert accuracy_reward(text, r"\frac{5}{6}") == 10.0
-    assert accuracy_reward(FULL.format(r"\frac{5}{7}"), r"\frac{5}{6}") == 0.0
+    assert accuracy_reward(text, r"\frac{5}{6}") == 10 and accuracy_reward(text, "5") == 0
+    assert accuracy_reward("<answer>4</answer>", "4") == 0
 
 
 def test_the_parts_of_the_reward():

@@ -164,6 +164,8 @@ def test_folders_without_a_tokenizer(tmp_path):
                             (tmp_path / "sp", "only tokenizer.model; .* Qwen2.5")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             Tokenizer.from_pretrained(folder)
+    write(adapter, None, config__json={})  # a whole model with an adapter's file beside it
+    assert Tokenizer.from_pretrained(adapter).vocab_size == 256
 
 
 def test_normalization_is_that_of_hf(tmp_path):
@@ -272,16 +274,14 @@ def test_eos_and_pad_ids(tmp_path):
     assert Tokenizer.from_pretrained(old).eos_ids == (258,)
 
 
-@pytest.mark.parametrize("config, generation, message", [
-    ({"eos_token": "<|nope|>"}, {}, "eos_token is .*, which is no token"),
-    ({"pad_token": 0.5}, {}, "pad_token is .*, which is no token"),
-    *(({}, {"eos_token_id": bad}, "eos_token_id is .*: expected an id")
-      for bad in ("2", [1.5], True, -1)),
-])
-def test_bad_eos_and_pad(config, generation, message, tmp_path):
+@pytest.mark.parametrize("config, message", [
+    ({"eos_token": "<|nope|>"}, "eos_token is .*, which is no token"),
+    ({"pad_token": 0.5}, "pad_token is .*, which is no token"),
+    *(({"eos_token_id": bad}, "eos_token_id is .*: expected an id") for bad in ("2", [1.5], -1))])
+def test_bad_eos_and_pad(config, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_pretrained(write(tmp_path, spec(BYTES, []), config,
-                                        generation_config__json=generation))
+                                        generation_config__json=config))
 
 
 def test_files_of_an_adapter_count(tmp_path):
