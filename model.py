@@ -224,9 +224,11 @@ class GPT(nn.Module):
     def compile_layers(self, **options):
         """torch.compile, options go to it, one layer at a time: all layers and all lengths share a
         few graphs, names in checkpoints stay as they are, and checkpointing goes on to work."""
-        # sizes that are equal by chance may differ next time; eps and lora_scale never change
+        # sizes that are equal by chance may differ next time; eps and lora_scale never change; a
+        # size of 1 is compiled apart, in each of the passes: one prompt, completions of one token
         torch.fx.experimental._config.use_duck_shape = False
         torch._dynamo.config.specialize_float = True
+        torch._dynamo.config.cache_size_limit = 32
         for layer in self.model.layers:
             layer.compile(dynamic=True, **options)
         self.compiled = True

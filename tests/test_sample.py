@@ -294,8 +294,8 @@ def test_compiled_steps_make_few_graphs_and_equal_eager():
                 hidden.square().sum().backward()
                 gradients.append(model.model.embed_tokens.weight.grad.clone())
             torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-4)
-    # one prompt or more; in training also completions of 2 tokens or more
-    assert decoding <= 2 and len(graphs) <= 6 and compiled.compiled
+    # one prompt or more, in prefill and decode; in training also completions of 2 tokens or more
+    assert decoding <= 4 and len(graphs) <= 12 and compiled.compiled
     assert list(compiled.state_dict()) == list(eager.state_dict())  # plain names in checkpoints
 
 
