@@ -1,5 +1,6 @@
 """lib/run.py: one message for a mistake, the output folder, processes, signals."""
 import fcntl
+import io
 import json
 import os
 import subprocess
@@ -49,6 +50,15 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     output.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert list(map(json.loads, lines)) == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
+
+
+def test_a_row_that_is_cut_off_by_a_full_disk_is_an_error(tmp_path):
+    """The system writes what has room, without an error."""
+    output = Output(str(tmp_path))
+    output.log_file = io.BytesIO()
+    output.log_file.write = lambda line: len(line) - 1
+    with pytest.raises(OSError, match="metrics.jsonl: could not be written .the disk is full"):
+        output.log({"step": 0})
 
 
 def test_only_the_main_process_writes(tmp_path):
