@@ -3,6 +3,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import OUT, ROOT, refused
-from lib.run import Output, Processes, command, forward_dtype
+from lib.run import Output, Processes, Signals, command, forward_dtype
 
 
 def raises(error):
@@ -89,6 +90,15 @@ def test_a_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", flock)
     Output(str(tmp_path / "out")).lock()
     assert "cannot be locked (no locks here)" in capsys.readouterr().err
+
+
+def test_signals_are_handled_as_before_once_a_run_is_over():
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
