@@ -172,11 +172,12 @@ def test_broken_files_of_a_checkpoint_are_named(whole, tmp_path, damage):
 
 @pytest.mark.parametrize("damage, says", [
     (lambda state: [1, 2], "'step'"), (without("optimizer"), "'optimizer'"),
+    (lambda state: {**state, "seed": random.Random()}, "not a readable checkpoint"),
     (lambda state: {**state, "model": dict.fromkeys(state["model"], 1)}, "model"),
     (lambda state: {**state, "model": {**state["model"], "model.norm.weight": torch.ones(7)}},
      "tensor 'model.norm.weight' is (7,) in the checkpoint and (32,) in this model"),
     (lambda state: {**state, "optimizer": {"state": {}, "param_groups": []}}, "optimizer's state")],
-    ids=["a list", "no optimizer", "no tensors", "other tensors", "other optimizer"])
+    ids=["a list", "no optimizer", "an object", "no tensors", "other tensors", "other optimizer"])
 def test_broken_contents_of_a_checkpoint_are_named(whole, tmp_path, damage, says):
     check_damage(whole, tmp_path, lambda path: torch.save(damage(torch.load(path)), path), says)
 

@@ -1,7 +1,9 @@
 """lib/run.py: one message for a mistake, the output folder, processes, signals."""
 import fcntl
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import OUT, ROOT, refused
-from lib.run import Output, Processes, command, forward_dtype
+from lib.run import Output, Processes, Signals, command, forward_dtype
 
 
 def raises(error):
@@ -51,6 +53,15 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     assert list(map(json.loads, lines)) == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
 
 
+def test_a_row_that_is_cut_off_by_a_full_disk_is_an_error(tmp_path):
+    """The system writes what has room, without an error."""
+    output = Output(str(tmp_path))
+    output.log_file = io.BytesIO()
+    output.log_file.write = lambda line: len(line) - 1
+    with pytest.raises(OSError, match="metrics.jsonl: could not be written .the disk is full"):
+        output.log({"step": 0})
+
+
 def test_only_the_main_process_writes(tmp_path):
     output = Output(str(tmp_path / "out"), main=False)
     output.lock()
@@ -79,6 +90,15 @@ def test_a_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", flock)
     Output(str(tmp_path / "out")).lock()
     assert "cannot be locked (no locks here)" in capsys.readouterr().err
+
+
+def test_signals_are_handled_as_before_once_a_run_is_over():
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
