@@ -454,9 +454,9 @@ def main(argv):
     output = Output(c.out, processes.main)
     with Signals() as signals, contextlib.closing(output):
         run = processes.agree(
-            lambda: prepare(c, processes, output, signals, make_optimizer),
+            lambda: prepare(c, changed, processes, output, signals, make_optimizer),
             lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
-        if not is_finished(run):
+        if not is_finished(run, changed):
             begin(run, changed)
             parallel(run)
             if run.step < c.sft_steps:

@@ -26,6 +26,9 @@ def command(main, argv=None):
     """Runs main(argv), by default on the command line, and returns the exit code: what main
     returns, or 2 for a mistake or a fault, told in one message. Other exceptions are our mistakes
     and show a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal may lack a character that a model writes
+            stream.reconfigure(errors="backslashreplace")
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except KeyboardInterrupt:
@@ -144,6 +147,10 @@ class Output:
     """The folder of a run: config.toml, metrics.jsonl, ckpt.pt, and what else it writes. Only the
     main process writes; on the others every method that would does nothing."""
 
+    # what a run writes; the rows go last: as long as they stand, it is known that there was a run
+    NAMES = ("ckpt.pt", "model", "adapter", "sft", "init", "heldout.jsonl", "config.toml",
+             "metrics.jsonl")
+
     def __init__(self, folder, main=True):
         self.folder, self.main = folder, main
         self.checkpoint, self.metrics = self.path("ckpt.pt"), self.path("metrics.jsonl")
@@ -154,8 +161,12 @@ class Output:
         another run is writing to it."""
         if not self.main:
             return
-        os.makedirs(self.folder, exist_ok=True)
-        self.lock_file = open(self.path("lock"), "w")
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            self.lock_file = open(self.path("lock"), "w")
+        except OSError as e:
+            raise ValueError(f"{self.folder}: no output folder that can be written to ({e}); "
+                             "choose another with --out=FOLDER") from None
         try:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -168,17 +179,13 @@ class Output:
     def path(self, name):
         return os.path.join(self.folder, name)
 
-    def has_checkpoint(self):
-        return os.path.exists(self.checkpoint)
-
-    def has_rows(self):
-        return os.path.exists(self.metrics) and os.path.getsize(self.metrics) > 0
+    def stands(self):
+        """Those of NAMES that are there."""
+        return [name for name in self.NAMES if os.path.lexists(self.path(name))]
 
     def clear(self):
-        """Deletes what a run writes, and nothing else. The rows go last: as long as they stand,
-        the folder is known to have held a run."""
-        for name in ("ckpt.pt", "model", "adapter", "sft", "init", "heldout.jsonl", "config.toml",
-                     "metrics.jsonl") if self.main else ():
+        """Deletes what a run writes, and nothing else."""
+        for name in self.NAMES if self.main else ():
             path = self.path(name)
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -205,7 +212,8 @@ class Output:
         """Opens metrics.jsonl behind the rows of the steps before `step`; others are cut off."""
         if self.main:
             if os.path.exists(self.metrics):
-                kept = [line for row, line in self.rows() if row["step"] < step]
+                kept = [line for row, line in self.rows() if row["step"] < step
+                        or (row["step"] == step and row.get("label") == "after")]
                 write_whole(self.metrics, lambda f: f.writelines(kept))
             self.log_file = open(self.metrics, "ab", buffering=0)  # a row is there, or it is not
 
@@ -229,12 +237,15 @@ class Output:
             write_whole(self.checkpoint, lambda f: torch.save(state, f), "wb")
 
     def load(self, keys):
-        """The checkpoint, which must have these keys. ValueError if it cannot be read."""
+        """The checkpoint, which must have these keys, {name: types}. ValueError if it cannot be
+        read."""
         try:
+            if not os.path.getsize(self.checkpoint):
+                raise ValueError("it is empty")
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True, mmap=True)
-            missing = [key for key in keys if key not in state]
-            if missing:
-                raise ValueError(f"it has no {missing[0]!r}")
+            for key, kinds in keys.items():
+                if key not in state or not isinstance(state[key], kinds):
+                    raise ValueError(f"it has no {key!r}, or none that could be")
         except Exception as e:  # torch raises many kinds for a broken file
             raise ValueError(f"{self.checkpoint}: not a readable checkpoint ({type(e).__name__}: "
                              f"{str(e)[:200]}); --overwrite starts afresh") from None
@@ -259,6 +270,8 @@ class Signals:
     def handle(self, number, frame):
         if not self.received:
             self.received, self.when = number, time.monotonic()
+            print("\nstopping after this step or evaluation; once more stops at once",
+                  file=sys.stderr, flush=True)
         elif time.monotonic() - self.when > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -21,6 +21,7 @@ from data import (NAMES, SYSTEM_PROMPT, as_row, demonstration, encode_prompts, h
 from eval import evaluate
 from lib.arithmetic import make_tiny_model
 from lib.config import read_config, to_toml
+from lib.hf import weights_hash
 from lib.lora import add_lora, save_adapter
 from lib.run import Output, Processes, Signals, forward_dtype, peak_memory
 from model import GPT
@@ -29,8 +30,9 @@ from tools.plan import model_config, report
 
 MOST_BAD_UPDATES = 10  # in a row whose loss or gradient is not finite, then the run ends
 DULL_STEPS = 5  # in a row that teach nothing, then a line says so
-CHECKPOINT = ("step", "model", "optimizer", "processes", "seed", "sft_steps", "problems",
-              "initial_entropy", "before", "reference", "skipped_updates")
+CHECKPOINT = {"step": int, "model": dict, "optimizer": dict, "processes": int, "seed": int,
+              "sft_steps": int, "problems": str, "frozen": str, "skipped_updates": int,
+              "initial_entropy": float | None, "before": dict | None, "reference": dict | None}
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Run:
     system_prompt: str
     skipped: int  # problems whose prompt is too long
     problems: str  # hash of the training problems
+    frozen: str  # hash of the weights that do not learn
     plain: bool  # prompts without a chat template
     policy: torch.nn.Module | None = None  # train.Policy, in DistributedDataParallel if need be
     optimizer: torch.optim.Optimizer | None = None
@@ -61,7 +64,8 @@ class Run:
 
     def say(self, text):
         if self.processes.main:
-            tqdm.write(text)
+            with contextlib.suppress(BrokenPipeError):  # nobody reads any more, the run goes on
+                tqdm.write(text)
 
     def autocast(self):
         device = self.processes.device
@@ -93,9 +97,14 @@ def read_settings(config_class, argv, parts):
     words = dict(gone=GONE, aliases={"name": "out=out/{}"}, defaults_of={"algo": parts},
                  bare={"resume": "yes", "compile": "yes"})
     c, given = read_config(config_class, argv, **words)
-    own = os.path.join(c.out, "config.toml")
-    if c.resume == "no" or not Output(c.out).has_checkpoint() or not os.path.exists(own):
+    own, stands = os.path.join(c.out, "config.toml"), Output(c.out).stands()
+    if c.resume == "no" or not {"ckpt.pt", "metrics.jsonl"} & set(stands):
         return c, []
+    if "config.toml" not in stands:
+        if "ckpt.pt" not in stands:
+            return c, []
+        raise ValueError(f"{own} is gone, with which this run began; put it back, or start another "
+                         "with --out=OTHER")
     before, _ = read_config(config_class, [], file=own)
     now, _ = read_config(config_class, argv, file=own, **words)
     now = replace(now, out=c.out)
@@ -107,6 +116,8 @@ def read_settings(config_class, argv, parts):
 
 def check_together(c, processes):
     """Refuses settings that do not go together. ValueError says why."""
+    if not c.out.strip("/. "):
+        raise ValueError(f"out={c.out!r}: name a folder for the run, such as out/mine")
     if c.overwrite and c.resume != "no":
         raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "
                          "with it: give one of the two")
@@ -149,9 +160,10 @@ def check_room(c, config):
 
 # ---- how it begins -------------------------------------------------------------------------------
 
-def prepare(c, processes, output, signals, make_optimizer):
+def prepare(c, changed, processes, output, signals, make_optimizer):
     """Reads and checks all that a run needs, and writes nothing but the lock, so that a mistake
-    costs nothing. ValueError and OSError say what is wrong. -> Run"""
+    costs nothing. `changed`: what a resumed run does otherwise. ValueError and OSError say what is
+    wrong. -> Run"""
     output.lock()
     state = open_output(c, output)
     folder = c.model or output.path("init")
@@ -182,26 +194,35 @@ def prepare(c, processes, output, signals, make_optimizer):
     if len(prompts) < needed:
         raise ValueError(f"{c.data}: {len(prompts)} usable prompts ({skipped} longer than "
                          f"max_prompt_tokens={c.max_prompt_tokens}), {needed} are needed")
-    questions = repr([problem.question for problem, _ in prompts]).encode()
+    demonstrations = usable_demonstrations(c, tokenizer, prompts)
+    check_ids(model, tokenizer, prompts)
+    asked = repr([(p.question, p.answer, p.messages) for p, _ in prompts]).encode()
+    frozen = weights_hash(p for p in model.parameters() if not p.requires_grad)
     run = Run(c, processes, output, signals, tokenizer, model, prompts,
-              usable_demonstrations(c, tokenizer, prompts), eval_problems, system_prompt, skipped,
-              hashlib.sha256(questions).hexdigest(), is_plain(tokenizer, c.prompt_style),
+              demonstrations, eval_problems, system_prompt, skipped,
+              hashlib.sha256(asked).hexdigest(), frozen, is_plain(tokenizer, c.prompt_style),
               optimizer=make_optimizer(model))
     if state is not None:
-        restore(run, state)
+        restore(run, state, changed)
     return run
 
 
 def open_output(c, output):
     """The checkpoint to go on from, or None for a new run. ValueError if the folder holds a run
-    and nobody said what to do."""
-    if c.resume != "no" and output.has_checkpoint():
-        return output.load(CHECKPOINT)
-    if c.resume == "no" and not c.overwrite and (output.has_checkpoint() or output.has_rows()):
+    and nobody said what to do, or what may be the user's own."""
+    stands, held = output.stands(), ""
+    if "ckpt.pt" in stands:
+        if c.resume != "no":
+            return output.load(CHECKPOINT)
         held = "a run: --resume goes on with it"
-        if not output.has_checkpoint():
-            held = "a run that ended before its first checkpoint: --resume starts it again"
-        raise ValueError(f"{c.out} already holds {held}, --out=OTHER starts another beside it, "
+    elif "metrics.jsonl" in stands and {"model", "adapter"} & set(stands):
+        held = "a run whose ckpt.pt is gone, so that nothing can go on with it"
+    elif "metrics.jsonl" in stands and c.resume == "no":
+        held = "a run that ended before its first checkpoint: --resume starts it again"
+    elif stands and "metrics.jsonl" not in stands:
+        held = f"{', '.join(stands)}, which a new run would delete"
+    if held and not c.overwrite:
+        raise ValueError(f"{c.out} already holds {held}; --out=OTHER starts another beside it, "
                          "--overwrite deletes it")
     for name in ("model", "adapter", "data", "eval_data"):
         path = os.path.realpath(getattr(c, name)) + os.sep
@@ -219,7 +240,13 @@ def read_problems(c, say):
     if not c.eval_problems:
         return problems, []
     if c.eval_data or c.data in NAMES:
-        return problems, load_problems(c.eval_data or c.data, "test", *fields)[: c.eval_problems]
+        test = load_problems(c.eval_data or c.data, "test", *fields)[: c.eval_problems]
+        asked = {problem.question for problem in test}
+        rest = [problem for problem in problems if problem.question not in asked]
+        if len(rest) < len(problems):
+            say(f"{c.data}: {len(problems) - len(rest)} problems are left out of training, they "
+                "are those of the evaluation")
+        return rest, test
     return held_out(problems, c.eval_problems)  # the same split for every seed
 
 
@@ -242,17 +269,26 @@ def usable_demonstrations(c, tokenizer, prompts):
     return usable
 
 
-def restore(run, state):
+def check_ids(model, tokenizer, prompts):
+    """ValueError if the tokenizer makes ids that the model does not have."""
+    largest = max([tokenizer.eos_id, *(max(ids) for _, ids in prompts)])
+    if largest >= model.config.vocab_size:
+        raise ValueError(f"{model.folder}: the tokenizer makes the id {largest}, config.json says "
+                         f"vocab_size {model.config.vocab_size}: they belong to different models")
+
+
+def restore(run, state, changed):
     """The run as the checkpoint has it. ValueError names what differs between the two."""
     path, model = run.output.checkpoint, run.model
-    then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems}
+    then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems,
+                    "frozen": run.frozen}
+    words = {"problems": "other problems than then to train on",
+             "frozen": "other weights than then below the adapter"}
     for name, now in then_and_now.items():
         if state[name] != now:
-            what = f"{name} was {state[name]!r} then and is {now!r} now"
-            if name == "problems":
-                what = "other problems than then to train on"
-            raise ValueError(f"{path}: {what}; a run goes on with what it began with: start "
-                             "another with --out=OTHER")
+            what = words.get(name, f"{name} was {state[name]!r} then and is {now!r} now")
+            text = f"{path}: {what}; a run keeps these; --out=OTHER starts another"
+            raise ValueError("\n  ".join([text, *changed]))
     own = {name: tuple(p.shape) for name, p in trained(model).items()}
     saved = {name: tuple(getattr(x, "shape", ())) for name, x in state["model"].items()}
     for name in [*own, *saved]:
@@ -282,16 +318,17 @@ def begin(run, changed):
     if run.step:
         run.say("\n  ".join([f"resumed at step {run.step}", *changed]))
     elif c.resume != "no":
-        run.say(f"{c.out} has no checkpoint: starting at step 0")
-    if run.processes.main and not run.step:
+        run.say("\n  ".join([f"{c.out} has no checkpoint: starting at step 0", *changed]))
+    if not run.step:
         output.clear()
+    output.open_log(run.step)
+    if run.processes.main and not run.step:
         if not c.model:
             make_tiny_model(run.model.folder, c.seed)
         if c.data not in NAMES and not c.eval_data and run.eval_problems:
             rows = [json.dumps(as_row(problem)) + "\n" for problem in run.eval_problems]
             output.write("heldout.jsonl", "".join(rows))
     output.write("config.toml", to_toml(replace(c, overwrite=False, resume="no")))
-    output.open_log(run.step)
     if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
@@ -353,7 +390,7 @@ def end_step(run, row, bad_updates, began, bar, shown):
         run.say(f"{bar.desc}: {seconds:.1f} s for the first step, about {left:.0f} min to go")
     if run.bad_in_a_row >= MOST_BAD_UPDATES:
         kept = "there is no checkpoint yet"
-        if run.output.has_checkpoint():
+        if "ckpt.pt" in run.output.stands():
             kept = f"the last good checkpoint is {run.output.checkpoint}"
         error = ValueError(f"step {run.step - 1}: loss or gradient was not finite "
                            f"{run.bad_in_a_row} times in a row; {kept}; try a lower learning rate")
@@ -395,7 +432,7 @@ def save(run):
     state = {"processes": run.processes.size, "seed": run.c.seed, "sft_steps": run.c.sft_steps,
              "model": {name: p.detach() for name, p in trained(run.model).items()},
              "optimizer": run.optimizer.state_dict()}
-    for name in ("step", "problems", "initial_entropy", "before", "skipped_updates"):
+    for name in ("step", "problems", "frozen", "initial_entropy", "before", "skipped_updates"):
         state[name] = getattr(run, name)
     state["reference"] = run.reference if run.model.lora else None  # else it lies in a folder
     run.output.save(state)
@@ -438,7 +475,7 @@ def before_rl(run):
     GRPO's KL term, the policy as it is now. A resumed run reads them instead."""
     c = run.c
     if run.step == c.sft_steps:
-        run.before = run.before or evaluation(run, "before", run.step)
+        run.before = evaluation(run, "before", run.step)
         if c.sft_steps:
             save_policy(run, "sft")
     if c.beta and run.reference is None and run.model.lora:
@@ -449,21 +486,24 @@ def before_rl(run):
         run.reference.requires_grad_(False)
 
 
-def is_finished(run):
+def is_finished(run, changed):
     """Does the folder hold all steps, and the evaluation behind them? Says so."""
-    rows = [row for row, _ in run.output.rows()] if run.output.has_rows() else []
+    rows = [row for row, _ in run.output.rows()]
     last = run.c.sft_steps + (run.c.steps if run.c.algo != "sft" else 0)
     done = any(row["step"] == run.step >= last and row.get("label") == "after" for row in rows)
     finished = run.processes.gather(done)[0]
     if finished:
-        run.say(f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there; "
-                "more steps: --resume --steps=MORE")
+        text = f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there"
+        run.say("\n  ".join([text + "; more steps: --resume --steps=MORE", *changed]))
     return finished
 
 
 def finish(run):
     """Saves the policy, evaluates what was saved, and says how far it came."""
     c, model = run.c, run.model
+    if not all(p.isfinite().all() for p in trained(model).values()):
+        raise ValueError("the policy's weights are not finite, nothing is saved: those that it "
+                         "began with were not, or training diverged")
     run.optimizer = run.policy = run.reference = None  # their memory is the evaluation's
     if model.lora:
         folder, adapter = model.folder, save_policy(run, "adapter")
