@@ -180,7 +180,7 @@ def build_prompt(tokenizer, problem, system_prompt=SYSTEM_PROMPT, prompt_style="
         text = "\n\n".join(m["content"] for m in problem.messages)
     elif system_prompt:
         text = f"{system_prompt}\n\nProblem: {text}\nSolution:\n"
-    return [*tokenizer.bos_ids, *tokenizer.encode(text, allow_special=False)]
+    return [*getattr(tokenizer, "bos_ids", ()), *tokenizer.encode(text, allow_special=False)]
 
 
 def is_plain(tokenizer, prompt_style):

@@ -6,8 +6,8 @@ A prompt q gets a group of G completions o_1..o_G with rewards R_i. Token t of c
 |o_i| counts its tokens, the end token too.
 
     (1)  A_i       = R_i - mean(R)                                            group_advantages
-    (2)  lambda_it = 2 if o_it is a conflict token and A_i > 0                conflict_weights
-                     0 if o_it is a conflict token and A_i < 0
+    (2)  lambda_it = 2 if o_it is in a conflict run (below) and A_i > 0       conflict_weights
+                     0 if o_it is in a conflict run and A_i < 0
                      1 otherwise
     (3)  <H>_i     = mean over t of the entropy of pi(. | q, o_i<t), in nats  mean_entropy
     (4)  delta_i   = 0 if <H>_ini < ln 2 and <H>_i > ln 2, else 1             keep_completions
@@ -27,7 +27,7 @@ end token, `.` is padding:
 
     i   A_i   o_i          lambda_i
     1   +10   5 6 7 8 2    2 2 1 1 2    runs `5 6`, shared with completion 2, and `2`
-    2   -10   5 6 9 2 .    0 0 1 0 .    these updates would undo those of completion 1
+    2   -10   5 6 9 2 .    0 0 1 0 .    its 0s: these updates would undo those of completion 1
     3     0   5 6 7 2 .    1 1 1 1 .    shares tokens with both, but A = 0
 
 With <H>_i = 0.5 and gamma = 0.1 each token of completion 1 has w = (10 - 0.05) / (3 * 5) = 0.663,
@@ -62,7 +62,7 @@ def group_advantages(rewards, scale="none"):
                          "a finite number")
     r = rewards.double()  # (..., G)
     advantages = r - r.mean(-1, keepdim=True)  # (..., G)
-    if rewards.is_floating_point():  # less than the rounding of the rewards themselves is nothing
+    if rewards.is_floating_point():  # a difference below the rewards' own rounding is none
         rounding = torch.finfo(rewards.dtype).eps * r.abs().amax(-1, keepdim=True)  # (..., 1)
         advantages = advantages.masked_fill(advantages.abs() <= rounding, 0)
     if scale == "std":
@@ -72,7 +72,7 @@ def group_advantages(rewards, scale="none"):
 
 
 def advantage_sign(advantages):
-    """-1, 0 or 1; less than 1e-6 is 0."""
+    """-1, 0 or 1; less than 1e-6 is 0 (advantages may also come from other code than ours)."""
     return advantages.sign().masked_fill(advantages.abs() < 1e-6, 0)  # (departs: 7)
 
 
@@ -91,17 +91,20 @@ def conflict_weights(ids, mask, advantages):
     sign = advantage_sign(advantages)[..., None]  # (..., G, 1)
     t = torch.arange(ids.shape[-1], device=ids.device)  # (L,)
 
-    # each id with the sign of its completion's advantage; 0 on padding and where A = 0
+    # each id, plus 1 so that id 0 has a sign, too, with the sign of its completion's advantage;
+    # 0 on padding and where A = 0
     signed = torch.where(mask, ids.int() + 1, 0) * sign.int()  # (..., G, L) (departs: 5)
     from_end = signed.gather(-1, (length - 1 - t) % len(t))  # (..., G, L) reversed, padding behind
     prefix, suffix = conflict_run(signed), conflict_run(from_end)  # (..., G, 1)
-    in_run = (t < prefix) | (t >= length - suffix)  # (..., G, L) in both is in one (departs: 3)
+    # a token in both runs counts once (departs: 3)
+    in_run = (t < prefix) | (t >= length - suffix)  # (..., G, L)
     return torch.where(in_run, 1.0 + sign, 1.0) * mask  # 1 + 1 = 2 where A > 0, 1 - 1 = 0 where < 0
 
 
 def conflict_run(signed):
     """Length of the unbroken run of conflict tokens at the start: signed (..., G, L), ids from 1
-    with the sign of A -> (..., G, 1). Where signed is 0 anything may count: no weight changes."""
+    with the sign of A -> (..., G, 1). 0 equals -0, so a run may go on into padding, and be anything
+    where A = 0: no weight depends on it there."""
     conflict = torch.zeros_like(signed, dtype=torch.bool)  # (..., G, L)
     for j in range(signed.shape[-2]):  # same id, other sign, same position (departs: 6)
         conflict |= signed == -signed[..., j : j + 1, :]  # (..., G, L)
@@ -127,7 +130,7 @@ def keep_completions(entropy, initial_entropy, threshold=math.log(2), negative_o
 @torch.no_grad()
 def token_weights(advantages, mask, lam=1.0, delta=1.0):
     """w_it of equation (5), 0 on padding: advantages (..., G), for GTPO A - gamma <H>, mask
-    (..., G, L), lam (..., G, L), delta (..., G) -> (..., G, L). With neither it is GRPO's."""
+    (..., G, L), lam (..., G, L), delta (..., G) -> (..., G, L). Without lam and delta: GRPO's."""
     tokens = mask.sum(-1).clamp(min=1)  # (..., G)
     G = advantages.shape[-1]
     per_token = delta * advantages / (G * tokens)  # (..., G) (departs: 1, 2)

@@ -12,8 +12,8 @@ CHUNK_ELEMENTS = 2**24  # of one block of logits: 64 MB in float32
 
 
 def product_dtype(hidden):
-    """The type in which hidden states and head are multiplied. On a GPU that of the forward pass;
-    on a CPU float32, which there is no way to get out of a product of bfloat16 numbers."""
+    """The type in which hidden states and head are multiplied: on a GPU that of the forward pass;
+    on a CPU float32, since a product of bfloat16 numbers cannot return float32 there."""
     if hidden.dtype == torch.float64:
         return torch.float64
     if not hidden.is_cuda:
@@ -23,7 +23,8 @@ def product_dtype(hidden):
 
 def log_probs(hidden, head_weight, temperature=1.0, buffers=(None, None)):
     """log p of every next token, nats: hidden (N, H), head_weight (V, H), both of product_dtype
-    -> (N, V), float32 (float64 for float64). `buffers`, two tensors (N, V), are overwritten."""
+    -> (N, V), float32 (float64 for float64). `buffers`: two tensors (N, V) to write into, for
+    logits (not if hidden is bfloat16) and result."""
     logits, out = buffers
     with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen already
         if hidden.dtype in (torch.float32, torch.float64):
@@ -65,8 +66,8 @@ def head_loss(hidden, head_weight, ids, token_loss, per_token=(), temperature=1.
 
     hidden (N, H), row n predicts ids[n]; head_weight (V, H); ids (N,). token_loss(logps,
     *per_token) -> scalar must be a sum over tokens; per_token are more tensors (N,), one number a
-    token. Returns (loss, logps (N,) without gradient). Beside the gradients it needs two blocks of
-    logits, 128 MB on a CPU, for any N and V.
+    token. Returns (loss, logps (N,) without gradient). Beside the gradients it needs, for any N
+    and V, two blocks of logits, 128 MB (with bfloat16 products one more of half the size).
     """
     return HeadLoss.apply(hidden, head_weight, ids, token_loss, per_token, temperature)
 
@@ -74,7 +75,9 @@ def head_loss(hidden, head_weight, ids, token_loss, per_token=(), temperature=1.
 class HeadLoss(torch.autograd.Function):
     """The work of head_loss. With z = h W^T / T, p = softmax(z) and g = d loss / d logp:
 
-        d logp / d z = onehot(id) - p,   so   d loss / d h = g (onehot - p) W / T
+        d logp / d z = onehot(id) - p
+        d loss / d h = g (onehot - p) W / T
+        d loss / d W = sum over the tokens of g (onehot - p) h / T
     """
 
     @staticmethod
@@ -89,20 +92,23 @@ class HeadLoss(torch.autograd.Function):
         logps = torch.empty(len(h), dtype=wide, device=h.device)  # (N,)
         slices = chunks(h, W)
         largest = min(len(h), slices[0].stop) if slices else 0
-        buffers = [torch.empty(largest, len(W), dtype=wide, device=h.device) for _ in range(2)]
+        buffers = [torch.empty(largest, len(W), dtype=wide, device=h.device)
+                   for needed in (dtype == wide, True) if needed]
 
         for rows in slices:  # (departs: 10)
             token = ids[rows, None]  # (n, 1)
-            logp = log_probs(h[rows], W, temperature, [b[: len(token)] for b in buffers])  # (n, V)
+            block = [None] * (2 - len(buffers)) + [b[: len(token)] for b in buffers]
+            logp = log_probs(h[rows], W, temperature, block)  # (n, V)
             own = logp.gather(-1, token)[:, 0].requires_grad_()  # (n,)
             with torch.enable_grad():
-                part = token_loss(own, *(x[rows] for x in per_token))
-            (g,) = torch.autograd.grad(part, own)  # (n,)
-            loss += part.detach()
+                chunk_loss = token_loss(own, *(x[rows] for x in per_token))
+            (g,) = torch.autograd.grad(chunk_loss, own)  # (n,)
+            loss += chunk_loss.detach()
             logps[rows] = own.detach()
 
             p_minus_onehot = logp.exp_().scatter_add_(-1, token, -torch.ones_like(own)[:, None])
-            d_logits = p_minus_onehot.mul_(g[:, None] / -temperature).to(dtype)  # (n, V)
+            # g (onehot - p) / T, (n, V)
+            d_logits = p_minus_onehot.mul_(g[:, None] / -temperature).to(dtype)
             if need_hidden:
                 torch.mm(d_logits, W, out=d_hidden[rows])  # (n, H)
             if need_head and dtype == wide:

@@ -45,7 +45,8 @@ def rotate(x, cos, sin):
 
 def attention(q, k, v, mask=None):
     """softmax(q k^T / sqrt(D)) v, causal without a mask: q (B, Hq, T, D), k and v (B, Hkv, S, D),
-    mask (B or 1, 1, T, S) True where a query may look -> (B, Hq, T, D). Scores are float32."""
+    mask (B or 1, 1, T, S) True where a query may look -> (B, Hq, T, D). Inside torch's kernel
+    scores are float32, whatever q and k are."""
     repeat = q.shape[1] // k.shape[1]  # query head h reads key head h // repeat
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -223,9 +224,11 @@ class GPT(nn.Module):
     def compile_layers(self, **options):
         """torch.compile, options go to it, one layer at a time: all layers and all lengths share a
         few graphs, names in checkpoints stay as they are, and checkpointing goes on to work."""
-        # sizes that are equal by chance may differ next time; eps and lora_scale never change
+        # sizes that are equal by chance may differ next time; eps and lora_scale never change; a
+        # size of 1 is compiled apart, in each of the passes: one prompt, completions of one token
         torch.fx.experimental._config.use_duck_shape = False
         torch._dynamo.config.specialize_float = True
+        torch._dynamo.config.cache_size_limit = 32
         for layer in self.model.layers:
             layer.compile(dynamic=True, **options)
         self.compiled = True

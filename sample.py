@@ -166,7 +166,8 @@ def seeded_uniforms(key, *shape):
     """Uniform numbers in [0, 1) that depend on nothing but `key`, a tuple of numbers and strings:
     there is no random state to save."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    seed = int.from_bytes(digest, "little") >> 1  # of 63 bits, as torch takes it
+    generator = torch.Generator().manual_seed(seed)
     return torch.rand(*shape, generator=generator)
 
 
@@ -221,12 +222,12 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                 h.to(head.dtype), head, noise[row, t], temperature, top_k, top_p)
         if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
             look_for_ends(ends, ids[:, : t + 1], rows, eos_ids, stop)
-            left = ends[rows] > L  # (P', G')
-            if t + 1 == L or not left.any():
+            going = ends[rows] > L  # (P', G')
+            if t + 1 == L or not going.any():
                 break
-            rows = leave_out_ended(rows, left, cache)
-        arguments = cache.next_token(whole_buffer=model.compiled)
-        hidden = model.decode(ids[rows.flatten(), t], arguments[0], attend_group, *arguments[1:])
+            rows = leave_out_ended(rows, going, cache)
+        positions, by_layer, shared = cache.next_token(whole_buffer=model.compiled)
+        hidden = model.decode(ids[rows.flatten(), t], positions, attend_group, by_layer, shared)
     if not logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, "
                          f"training has diverged, or temperature {temperature} is too small")
@@ -270,15 +271,15 @@ def look_for_ends(ends, ids, rows, eos_ids, stop):
                 ends[row] = count
 
 
-def leave_out_ended(rows, left, cache):
+def leave_out_ended(rows, going, cache):
     """Completions that have ended leave the batch, once that makes it a fifth smaller: rows (P, G)
-    and `left`, the same, True on those that go on -> rows (P', G'). A group with fewer left than
-    G' keeps some that have ended; nobody looks at what they go on to say."""
-    prompts = left.any(1).nonzero()[:, 0]  # (P',)
-    members = max(int(left.sum(1).max()), min(2, left.shape[1]))  # 1 would be compiled anew
-    if len(prompts) * members > 0.8 * left.numel():
+    and `going`, the same, True on those that go on -> rows (P', G'). A group of which fewer go on
+    than G' keeps some that have ended; nobody looks at what they go on to say."""
+    prompts = going.any(1).nonzero()[:, 0]  # (P',)
+    members = max(int(going.sum(1).max()), min(2, going.shape[1]))  # 1 would be compiled anew
+    if len(prompts) * members > 0.8 * going.numel():
         return rows
-    order = (~left[prompts]).int().argsort(dim=1, stable=True)[:, :members]  # who goes on first
+    order = (~going[prompts]).int().argsort(dim=1, stable=True)[:, :members]  # who goes on first
     cache.select(prompts, order)
     return rows[prompts[:, None], order]
 
@@ -304,8 +305,8 @@ def plain_stop(tokenizer):
 
 def completion_texts(tokenizer, samples, prompts, plain=False):
     """The text of each completion as it is graded and saved, P lists of G: one decode of all its
-    ids but the end token, behind the thought that its prompt (ids) left open, if it did; of plain
-    prompts up to where the answer ends."""
+    ids but the end token; of plain prompts up to where the answer ends. It begins with the
+    `<think>` that its prompt (ids) left open, if it did: rewards.py looks behind a thought."""
     lengths = samples.mask.sum(-1).tolist()  # (P, G)
     texts = []
     for prompt, group, group_lengths in zip(prompts, samples.ids.tolist(), lengths):

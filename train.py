@@ -119,13 +119,14 @@ RANGES = {**dict.fromkeys(("sft_batch_size", "prompts_per_step", "max_prompt_tok
                            "show_every", "lora_rank", "grad_clip", "gamma", "entropy_threshold"),
                           ">= 0"),
           "group_size": ">= 2", "epsilon": ">= 0 and < 1"}
-PARTS = {"gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none", epsilon=0.0),
-         "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
+ALGO_DEFAULTS = {
+    "gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none", epsilon=0.0),
+    "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
 
 
 def settings(argv):
     """The command line -> (TrainConfig, what a resumed run does otherwise than before)."""
-    return read_settings(TrainConfig, argv, PARTS)
+    return read_settings(TrainConfig, argv, ALGO_DEFAULTS)
 
 
 def check(c, processes):
@@ -179,21 +180,21 @@ class Batch:
         (a longer one stands alone). Completions of one prompt stay side by side, since each part
         runs each of its prompts once."""
         prompt_lengths, lengths = self.prompt_lengths.tolist(), self.mask.sum(1).tolist()
-        prompt_of, longest, part = self.prompt_of.tolist(), {}, []
+        prompt_of, longest, some = self.prompt_of.tolist(), {}, []
         for i in rows:
             longest[prompt_of[i]] = max(longest.get(prompt_of[i], 0), lengths[i])
 
-        def padded(part):
-            prompts = {prompt_of[i] for i in part}
+        def padded(some):
+            prompts = {prompt_of[i] for i in some}
             return (len(prompts) * max(prompt_lengths[p] for p in prompts)
-                    + len(part) * max(lengths[i] for i in part))
+                    + len(some) * max(lengths[i] for i in some))
 
         for i in sorted(rows, key=lambda i: (longest[prompt_of[i]], prompt_of[i], lengths[i])):
-            if part and padded([*part, i]) > most:
-                yield part
-                part = []
-            part.append(i)
-        yield part
+            if some and padded([*some, i]) > most:
+                yield some
+                some = []
+            some.append(i)
+        yield some
 
 
 class Policy(torch.nn.Module):
@@ -214,20 +215,21 @@ class Policy(torch.nn.Module):
 
 
 def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
-    """Adds the gradient of the loss of the completions `rows` to .grad: the sum over all processes.
-    per_token: tensors (N, L). Returns the loss of this process, and log-probs (N, L), 0 elsewhere.
-    """
+    """Adds the gradient of the loss of the completions `rows` to .grad, which then holds the sum
+    over all processes. per_token: tensors (N, L). Returns the loss of this process, and log-probs
+    (N, L), 0 elsewhere."""
     total, logps = 0.0, torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
-    parts = list(batch.micro_batches(rows, run.c.micro_tokens))
-    for part in parts:
-        micro = batch.take(part)
+    micro_batches = list(batch.micro_batches(rows, run.c.micro_tokens))
+    for some in micro_batches:
+        micro = batch.take(some)
         L = micro.ids.shape[1]
-        waits = run.processes.size > 1 and part is not parts[-1]  # the last one sums gradients
+        # gradients are summed over processes with the last one
+        waits = run.processes.size > 1 and some is not micro_batches[-1]
         with run.policy.no_sync() if waits else contextlib.nullcontext():
             with run.autocast():
-                loss, logps[part, :L] = run.policy(
-                    micro, token_loss, [x[part, :L] for x in per_token], temperature)
-            (loss * run.processes.size).backward()  # DDP takes the mean over processes
+                loss, logps[some, :L] = run.policy(
+                    micro, token_loss, [x[some, :L] for x in per_token], temperature)
+            (loss * run.processes.size).backward()  # DDP makes the mean over processes of it
         total += loss.item()
     return total, logps
 
@@ -239,11 +241,11 @@ def reference_logps(run, batch, rows):
         model, swapped = run.model, adapter_as(run.model, run.reference)
     logps = torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
     with torch.no_grad(), run.autocast(), swapped:
-        for part in batch.micro_batches(rows, run.c.micro_tokens):
-            micro = batch.take(part)
+        for some in batch.micro_batches(rows, run.c.micro_tokens):
+            micro = batch.take(some)
             hidden, ids = micro.hidden(model)[micro.mask], micro.ids[micro.mask]  # (tokens, ..)
             found = token_logps(hidden, model.head_weight, ids, run.c.temperature)  # (tokens,)
-            logps[part, : micro.ids.shape[1]] = micro.spread(found)
+            logps[some, : micro.ids.shape[1]] = micro.spread(found)
     return logps
 
 
@@ -303,9 +305,9 @@ def warm_up(run):
         prompts, completions = zip(*(sft_example(run, first + i) for i in range(count)))
         prompt_ids, prompt_lengths = pad(prompts, processes.device)  # (N, Tp), (N,)
         ids, lengths = pad(completions, processes.device)  # (N, L), (N,)
-        place = torch.arange(max(count, ids.shape[1]), device=processes.device)
-        mask = place[: ids.shape[1]] < lengths[:, None]  # (N, L)
-        batch = Batch(prompt_ids, prompt_lengths, place[:count], ids, mask)
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (N, L)
+        own_prompt = torch.arange(count, device=ids.device)  # (N,)
+        batch = Batch(prompt_ids, prompt_lengths, own_prompt, ids, mask)
         tokens = processes.totals({"tokens": lengths.sum().item()})["tokens"]
         weights = mask / tokens  # (N, L)
         loss, _ = backward(run, batch, list(range(count)), cross_entropy, [weights])
@@ -323,7 +325,7 @@ def rl_step(run):
     """One rollout and what is learned from it -> (row of metrics.jsonl, skipped updates)."""
     c, processes, device = run.c, run.processes, run.processes.device
     P, G, L = c.prompts_per_step // processes.size, c.group_size, c.max_new_tokens
-    step = run.step - c.sft_steps
+    step = run.step - c.sft_steps  # of RL; draws and rows of the log count the warm-up, too
 
     # 1. prompts: the same for any number of processes; each takes its share, whole groups
     mine = range(processes.rank * P, processes.rank * P + P)
@@ -353,6 +355,7 @@ def rl_step(run):
         total = processes.totals({"entropy": entropy.sum().item()})["entropy"]
         run.initial_entropy = total / (c.prompts_per_step * G)
     lam = conflict_weights(s.ids, s.mask, advantages)  # (P, G, L)
+    # lambda and delta are made when they are switched off, too: the log tells what they would be
     delta = keep_completions(entropy, run.initial_entropy, c.entropy_threshold,
                              advantages if c.filter_negative_only else None)  # (P, G)
     used_lam = lam if c.conflict else torch.ones_like(lam)  # (P, G, L)
@@ -363,8 +366,10 @@ def rl_step(run):
     # 5. the gradient of -J, equations (6) and (7), a sum over tokens; 6. the update
     batch = Batch(*pad(prompts, device), torch.arange(P, device=device).repeat_interleave(G),
                   s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
-    per_token = [weights.flatten(0, 1), s.logps.flatten(0, 1)]  # (N, L) each
-    # others have no gradient; DDP waits for one from each process, so one of weight 0 is kept
+    old_logps = s.logps.flatten(0, 1)  # (N, L) of pi_old, which sampled
+    per_token = [weights.flatten(0, 1), old_logps]  # (N, L) each, in the order of policy_loss
+    # completions whose weights are all 0 are not run; but DDP waits for a gradient from every
+    # process, so if none is left the first one is run all the same, for a gradient of 0
     rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist() or [0]
     if run.reference is not None:
         rows = list(range(P * G))
@@ -374,25 +379,25 @@ def rl_step(run):
     for _ in range(c.updates_per_rollout):
         loss, logps = backward(run, batch, rows, functools.partial(policy_loss, epsilon=c.epsilon),
                                per_token, c.temperature)
-        if not losses:  # the sampler's policy still: its log-probs should be the trainer's
-            off = (logps - per_token[1])[rows][batch.mask[rows]].abs()  # (tokens,)
+        if not losses:  # before the first update trainer and sampler should agree
+            mismatch = (logps - old_logps)[rows][batch.mask[rows]].abs()  # (tokens,) nats
         losses.append(processes.totals({"loss": loss})["loss"])
         norms.append(update(run, lr, c.grad_clip, losses[-1]))
 
     # 7. what happened, means over the completions of all processes
-    means = {"reward": rewards, "accuracy": parts["accuracy"] > 0, "format": parts["format"] >= 10,
-             "entropy": entropy, "kept": delta, "truncated": ~s.finished,
-             "completion_tokens": s.mask.sum(-1)}  # (P, G) each
+    means = {"reward": rewards, **parts, "accuracy": parts["accuracy"] > 0,
+             "format": parts["format"] >= 10, "entropy": entropy, "kept": delta,
+             "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1)}  # (P, G) each
     tied = rewards.amax(1) == rewards.amin(1)  # (P,)
     total = processes.totals({
         **{name: x.sum().item() for name, x in means.items()}, "tied": tied.sum().item(),
-        "conflict": ((lam != 1) & s.mask).sum().item(), "off": off.sum().item(),
-        "trained": off.numel()})
+        "conflict": ((lam != 1) & s.mask).sum().item(), "mismatch": mismatch.sum().item(),
+        "trained": mismatch.numel()})
     row = {"phase": c.algo, **{name: total[name] / (c.prompts_per_step * G) for name in means},
            "tied": total["tied"] / c.prompts_per_step,
            "conflict": total["conflict"] / total["completion_tokens"],
            "initial_entropy": run.initial_entropy, "tokens": total["completion_tokens"],
-           "mismatch": total["off"] / max(1, total["trained"]), "loss": sum(losses) / len(losses),
+           "mismatch": total["mismatch"] / total["trained"], "loss": sum(losses) / len(losses),
            "grad_norm": norms[-1], "lr": lr, "sample_seconds": sample_seconds}
     if c.show_every and step % c.show_every == 0:
         run.say(f"\nstep {step}, one group:\n" + show_group(

@@ -379,10 +379,10 @@ def advise(run, row):
         return
     if row["truncated"] > 0.5:
         run.say(f"note: most completions of {DULL_STEPS} steps in a row were cut off at "
-                f"max_new_tokens={run.c.max_new_tokens}; what is cut off earns nothing: raise it")
+                f"max_new_tokens={run.c.max_new_tokens}, most before their answer: raise it")
     else:
-        run.say(f"note: all groups of {DULL_STEPS} steps in a row had equal rewards, so nothing "
-                "was learned from them: take other problems, a larger group_size, or a warm-up")
+        run.say(f"note: all groups of {DULL_STEPS} steps in a row had equal rewards, which teach "
+                "nothing: take other problems, a larger group_size, or a warm-up")
 
 
 def trained(model):

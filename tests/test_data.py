@@ -74,7 +74,7 @@ def test_demonstration():
 class Characters:
     """`[go]` is its only special token (id -1); its template writes a role as -2, the end of a turn
     as -3, the generation prompt as -4, and a variable `think` as -5."""
-    has_chat_template, bos_ids = True, ()
+    has_chat_template = True
 
     def encode(self, text, allow_special=False):
         pieces = re.findall(r"\[go\]|." if allow_special else ".", text, re.DOTALL)

@@ -160,7 +160,7 @@ def test_nodes_that_do_not_share_the_output_folder_are_refused(small, tmp_path):
 def test_nodes_with_other_settings_are_refused_by_name(small, tmp_path):
     """All settings of both stood in the message."""
     def change(rank):
-        train.PARTS["gtpo"]["gamma"] = 0.1 + rank
+        train.ALGO_DEFAULTS["gtpo"]["gamma"] = 0.1 + rank
     logs = finish(tmp_path, start(tmp_path, [*small, *SMALLEST], 2, change), [2, 2])
     assert logs.startswith("error: processes 0 and 1 differ in their gamma (0.1 and 1.1): every")
     assert logs.count("error: ") == 1 and os.listdir(tmp_path / OUT) == ["lock"]

@@ -86,8 +86,9 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
     ({"query": "q", "response": "x=\\boxed{5}. The answer is: 5"}, "5",
      "x=\\boxed{5}. The answer is: 5"),
     ({"query": "q", "response": "x is 5.\nThe answer is: 5"}, "5", "x is 5.\nThe answer is: 5"),
+    ({"query": "q", "response": "The answer is: below.\n#### 5"}, "5", "The answer is: below."),
     # alpaca, TRL, capitals, others
-    ({"instruction": "q", "output": "So \\boxed{3}."}, "3", "So \\boxed{3}."),
+    ({"instruction": "q", "input": "", "output": "So \\boxed{3}."}, "3", "So \\boxed{3}."),
     ({"prompt": "q", "solution": "$\\frac{2}{3}$"}, "$\\frac{2}{3}$", ""),
     ({"Problem": "q", "Answer": 2}, "2", ""),
     ({"question": "q", "final_answer": "$5$", "solution": "so x"}, "$5$", "so x"),
@@ -118,6 +119,11 @@ def test_prompts_given_as_messages(tmp_path, row, messages, solution):
     (line,) = said
     assert "rows.jsonl: prompts given as messages are used as they are" in line
     assert ("none asks for <reasoning> and <answer>" in line) == (SYSTEM not in messages)
+
+
+def test_the_input_of_an_instruction_belongs_to_the_question(tmp_path):
+    p = load(tmp_path, {"instruction": "Add.", "input": "2, 3", "output": "5"})
+    assert p.question == "Add.\n\n2, 3"
 
 
 def test_columns_by_name(tmp_path):
@@ -199,6 +205,8 @@ FINE = {"question": "fine", "answer": "1"}
     ('{"prompt": [{"role": "user"}], "answer": "1"}', '"prompt" must be text, or messages with'),
     ('{"messages": [{"role": "assistant", "content": "r"}], "answer": "1"}', "end in a user turn"),
     ('{"question": "\\ud800", "answer": "1"}', "surrogates not allowed"),
+    ('{"messages": [{"role": "system", "content": "\\udc00"}, {"role": "user", "content": "q"}], '
+     '"answer": "1"}', "surrogates not allowed"),
 ])
 def test_broken_rows_are_refused(tmp_path, line, says):
     """The bad row is the third line (a blank line counts); the message is one short line."""
@@ -256,6 +264,7 @@ def test_what_is_said_goes_to_stderr(tmp_path, capsys):
     ("x.jsonl", b"version https://git-lfs.github.com/spec/v1\n", ": a Git LFS pointer"),
     ("x.jsonl.gz", gzip.compress(b'{"question": "q", "answer": 1}\n')[:-3], ": broken or cut-off"),
     ("x.jsonl.gz", b"not gzip at all\n", ": broken or cut-off gzip"),
+    ("x.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 20, ": broken or cut-off gzip"),
     ("x.jsonl", b"\xef\xbb\xbf\n", ": the file is empty"),
     ("x.jsonl", b"[]", ": the file is empty"),
     ("x.PARQUET", b"PAR1", r" is a parquet file.*\n.*read_parquet\('.*x.PARQUET'\).*x.jsonl'"),
