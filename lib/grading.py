@@ -433,7 +433,8 @@ def one_sided(left, right, op):
     if not side:
         return "sum" + op, []
     name, c = side[-1]
-    if op in "<≤" and NAME.fullmatch(name) and (len(side) == 1 or [t for t, _ in side] == ["", name]):
+    unknowns = [text for text, _ in side if text]
+    if op in "<≤" and unknowns == [name] and len(side) < 3 and NAME.fullmatch(name):
         end = "sum", [("", -side[0][1] / c)] if len(side) == 2 else terms("0")
         kind = "()" if op == "<" else "(]" if c > 0 else "[)"
         return "name " + name, [(kind, [parse("-∞"), end] if c > 0 else [end, parse("∞")])]
