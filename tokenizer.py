@@ -228,8 +228,8 @@ class Tokenizer:
         names = ("special_tokens_map.json", "tokenizer_config.json", "generation_config.json",
                  "config.json")
         old, config, generation, model = (read_json(self._find(name), {}) for name in names)
-        tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in (old | config).items()
-                  if n in NAMED and t}
+        tokens = {name: token.get("content") if isinstance(token, dict) else token
+                  for name, token in (old | config).items() if name in NAMED and token}
 
         def named(name):
             """The id of a named token, in a list; [] if there is none."""

@@ -149,15 +149,16 @@ def hide_text(render, messages, tokens):
     visible = {c: p for c, p in hidden.items() if not chr(c).isspace()}
     back = {ord(p): chr(c) for c, p in hidden.items()}
 
-    def attempt(change, left=()):
+    token = any_of(tokens)
+
+    def attempt(change):
         """The text with private characters, None when something else changed."""
         try:
             text = changed(change)
         except ValueError:
             return None
-        for t in left:
-            text = text.replace(t + mark, t.translate(hidden))
-            text = text.replace(mark + t, t.translate(hidden))
+        for marked in (f"{token.pattern}{mark}", f"{mark}{token.pattern}"):
+            text = re.sub(marked, lambda m: m[1].translate(hidden), text)
         text = text.replace(mark, "")
         return text if text.translate(back) == plain else None
 
@@ -165,12 +166,11 @@ def hide_text(render, messages, tokens):
         masked = attempt(lambda n, s: s.translate(table))
         if masked:
             return masked, back
-    masked, forms, token = plain, {}, any_of(tokens)
+    masked, forms = plain, {}
     for n, t in dict.fromkeys((n, t) for n, s in enumerate(texts) for t in token.findall(s)):
-        for form in (t.translate(hidden), t + mark, mark + t):
+        for form in (t + mark, mark + t):
             trial = forms | {(n, t): form}
-            text = attempt(lambda n, s: token.sub(lambda m: trial.get((n, m[0]), m[0]), s),
-                           {t for _, t in trial})
+            text = attempt(lambda n, s: token.sub(lambda m: trial.get((n, m[0]), m[0]), s))
             if text is not None:
                 masked, forms = text, trial
                 break

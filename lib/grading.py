@@ -173,9 +173,8 @@ def drop_unit(m, taken):
     changed = any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words)
     if changed or "sec" in words[:-1]:  # 2 sec x is no time
         return m[0].replace("\\text{", "\\word{")
-    if not words or re.search(r"[^A-Za-z ./-]", marked or ""):
-        return m[0]
-    if re.search(r"\\text\{[^{}]*\}$", before):
+    odd = re.search(r"[^A-Za-z ./-]", marked or "") or re.search(r"\\text\{[^{}]*\}$", before)
+    if not words or odd:
         return m[0]
     first = words[0]
     named = first in GLUED | SPACED or len(first) > 2
@@ -187,7 +186,7 @@ def drop_unit(m, taken):
     elif first in SPACED or first == "L":
         unit = (link or first == "L") and not may_be_variables(before, plain, power, words, taken)
     else:
-        unit = first in GLUED or link and 2 < len(first) and len(words) < 6
+        unit = first in GLUED or link and len(first) > 2 and len(words) < 6
     return "" if unit else m[0]
 
 
@@ -434,7 +433,8 @@ def one_sided(left, right, op):
     if not side:
         return "sum" + op, []
     name, c = side[-1]
-    if op in "<≤" and NAME.fullmatch(name) and (len(side) == 1 or [t for t, _ in side] == ["", name]):
+    unknowns = [text for text, _ in side if text]
+    if op in "<≤" and unknowns == [name] and len(side) < 3 and NAME.fullmatch(name):
         end = "sum", [("", -side[0][1] / c)] if len(side) == 2 else terms("0")
         kind = "()" if op == "<" else "(]" if c > 0 else "[)"
         return "name " + name, [(kind, [parse("-∞"), end] if c > 0 else [end, parse("∞")])]
@@ -466,16 +466,17 @@ def terms(s, depth=0):
     whole = [(text, Fraction(1))]
     if not s or s.isalpha() or depth > DEEPEST or OPAQUE.search(s):
         return whole
-    pieces, level, begin = [], 0, 0
-    for i, c in enumerate(s):
-        level += (c in "([{⦃") - (c in ")]}⦄")
-        if level or c not in "+-" or i == begin or s[i - 1] in "*/^_(+-":
-            continue
-        if not re.match(r"[0-9.][eE][+-][0-9]", s[max(0, i - 2):i + 2]):
-            pieces.append(s[begin:i])
-            begin = i
+    parts, signs = split(s, "+-")
+    pieces = parts[:1]
+    for sign, part in zip(signs, parts[1:]):
+        before = pieces[-1]
+        exponent = re.search("[0-9.][eE]$", before) and re.match("[0-9]", part)
+        if not before or before[-1] in "*/^_+-" or exponent:
+            pieces[-1] += sign + part
+        else:
+            pieces.append(sign + part)
     found = []
-    for piece in pieces + [s[begin:]]:
+    for piece in pieces:
         body = piece[piece[0] in "+-":]
         if not body:
             return whole

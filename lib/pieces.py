@@ -97,7 +97,6 @@ def split_pattern(pattern):
                          "engine may read differently")
     try:
         # every atom is one letter now; what stands in a lookaround need not be there
-        regex.compile(pattern, regex.V1)
         empty = regex.fullmatch(re.sub(r"\(\?<?[=!]", "(?:|", atoms), "")
     except regex.error as error:
         raise ValueError(f"pre_tokenizer pattern {pattern!r}: {error}") from None

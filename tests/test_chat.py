@@ -206,6 +206,8 @@ NESTED = {"role": "user", "call": {"x": "<tool>\n", "n": 3},
     # a token that the template only looks at
     ("{% if messages[0].content.startswith('<tool>') %}<tool>: {% endif %}"
      "{{ messages[0].content }}<|im_end|>", IM, user("<tool>7"), [259, ": <tool>7", 258]),
+    ("{% if messages[0].content.endswith('<tool>') %}<tool>: {% endif %}{{ messages[0].content }}",
+     IM, user("7<tool>"), [259, ": 7<tool>"]),
     # nested content, and as JSON
     ("{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
      "{{ messages[0].call | tojson }}<|im_end|>", IM, [NESTED],

@@ -79,7 +79,7 @@ $2,125 and $3,000 , 5 ; 2125, 3000, 5 ; 2,125, 3,000 and 5
 0 ; 000 ; -0 ; \frac{0}{5}
 1500 ; 1.5e3 ; 1.5E+3 ; 1.5 \times 10^3 ; 1.5·10^3
 1000 ; 10^3 ; 10^{3} = 1000
-5 ; 5 cm ; 5cm ; 5\text{ cm} ; 5 \mbox{ cm}^2 ; 5\mathrm{~m/s} ; 5 \; \; \text {square cm} ; 5\text{}
+5 ; 5 cm ; 5cm ; 5\text{ cm} ; 5 \mbox{ cm}^2 ; 5\mathrm{~m/s} ; 5 \; \; \text {square cm}
 5 ; 5 apples left ; 5 \text{ right triangles} ; 5 miles per hour ; 5 feet of snow ; 5/1 cup
 5 ; 5\% ; 5 percent ; 5^\circ ; 5° ; 5^{\circ}\text{C} ; 5\ \text{USD} ; €5 ; 5th ; 5^{\text{th}}
 5 ; \angle ABC = 5^\circ ; m\angle ABC = 5 ; \overline{AB} = 5 ; AB/CD = 5 ; \frac{AB}{CD} = 5

@@ -24,7 +24,8 @@ FULL = "<reasoning>\n2+2=4\n</reasoning>\n<answer>{}</answer>"
     (FULL.format(""), 1.5), (FULL.format(r"$ \boxed{} $"), 1.5), (FULL.format("." * 2000), 1.5),
     ("<answer> </answer>", 0),
     # a lazy wildcard stretched over inner tags, so that repeated blocks earned everything
-    (FULL.format(4) + "<answer>9</answer>", 1.5), ("<reasoning>a</reasoning>" + FULL.format(4), 1.5),
+    (FULL.format(4) + "<answer>9</answer>", 1.5),
+    ("<reasoning>a</reasoning>" + FULL.format(4), 1.5),
     (FULL.format(4) + FULL.format(4), 0),
     ("<reasoning>a</reasoning> 4", 1), ("<reasoning}a<answer>4</answer>", 1),
     ("<reasoning}a<answer>4</answer> feet", 0), ("</reasoning>a<reasoning>", 0),

@@ -49,6 +49,16 @@ def test_chains_of_cuts_are_those_of_hf(case, tmp_path):
         assert tok.encode(text) == ids, text
 
 
+def test_a_chain_cuts_as_tiktoken_does(tmp_path):
+    """The same cut twice, which runs in Python, and once, which tiktoken does. The last text has
+    a digit of Unicode 17."""
+    once = {"type": "Split", "pattern": {"Regex": r"\d+"}, "behavior": "Isolated"}
+    toks = [open_toy(tmp_path, chain_vocab(), CHAINS["merges"], pre_tokenizer=chain(
+        *[once] * n, BYTE_LEVEL | {"use_regex": False})) for n in (1, 2)]
+    for text in CHAINS["texts"]:
+        assert toks[0].encode(text) == toks[1].encode(text), text
+
+
 def test_added_tokens_that_strip_are_those_of_hf(tmp_path):
     """lstrip and rstrip were refused. U+001C is white space for Python, not for HF."""
     tok = open_toy(tmp_path, chain_vocab(), CHAINS["merges"], CHAINS["added"],
@@ -191,7 +201,8 @@ def test_added_tokens_only_when_allowed(tmp_path):
     """A person's "<|im_end|>" must not end the turn; so for tokens that are not special."""
     added = [added_token(256, "<tool>", special=False), added_token(257, "<|im_end|>"),
              added_token(258, "<|im_end|>>")]
-    tok = open_toy(tmp_path, BYTES | {"<tool>": 256}, [], added, model={"ignore_merges": True})
+    tok = open_toy(tmp_path, BYTES | {"<tool>": 256}, [], added, model={"ignore_merges": True},
+                   pre_tokenizer=BYTE_LEVEL | {"use_regex": False})
     for text in ("<tool>", "a<|im_end|>"):
         assert tok.encode(text) == ids_of(text)
     ids = tok.encode("a<|im_end|>>b<tool><|im_end", allow_special=True)
