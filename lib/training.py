@@ -280,13 +280,12 @@ def check_ids(model, tokenizer, prompts):
 def restore(run, state, changed):
     """The run as the checkpoint has it. ValueError names what differs between the two."""
     path, model = run.output.checkpoint, run.model
-    then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems,
-                    "frozen": run.frozen}
-    words = {"problems": "other problems than then to train on",
-             "frozen": "other weights than then below the adapter"}
+    then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems}
     for name, now in then_and_now.items():
         if state[name] != now:
-            what = words.get(name, f"{name} was {state[name]!r} then and is {now!r} now")
+            what = f"{name} was {state[name]!r} then and is {now!r} now"
+            if name == "problems":
+                what = "other problems than then to train on"
             text = f"{path}: {what}; a run keeps these; --out=OTHER starts another"
             raise ValueError("\n  ".join([text, *changed]))
     own = {name: tuple(p.shape) for name, p in trained(model).items()}
@@ -296,6 +295,8 @@ def restore(run, state, changed):
             raise ValueError(f"{path}: tensor {name!r} is {saved.get(name, 'missing')} in the "
                              f"checkpoint and {own.get(name, 'missing')} in this model; resume "
                              "with the model that the run began with")
+    if state["frozen"] != run.frozen:
+        raise ValueError(f"{path}: the weights below the adapter are others than then")
     if run.c.beta and model.lora and state["step"] > run.c.sft_steps and not state["reference"]:
         raise ValueError(f"{path}: beta={run.c.beta} needs the adapter as it was before RL, which "
                           "a run that began with beta=0 did not keep; start another: --out=OTHER")

@@ -15,11 +15,6 @@ from model import GPT
 KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
 
 
-# ---- resume --------------------------------------------------------------------------------------
-
-KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
-
-
 @pytest.mark.parametrize("flags, stop_after, number", [
     ([], 1, signal.SIGINT), ([], 2, signal.SIGTERM), ([], 4, signal.SIGTERM),
     (KL, 4, signal.SIGINT), ([*KL, "--lora_rank=2", "--compile"], 4, signal.SIGTERM)])
@@ -117,3 +112,55 @@ def test_problems_held_out_of_a_file_are_kept_beside_the_run(done, small_folder)
     (cwd / "other/heldout.jsonl").write_text("as it was")
     run(cwd, "--out=other", "--resume", "--steps=2")
     assert (cwd / "other/heldout.jsonl").read_text() == "as it was"
+
+
+def test_a_new_run_deletes_nothing_of_the_users_own(small, tmp_path):
+    """A preset, notes or a model of the user's in the output folder went with the first start."""
+    (tmp_path / "mine/model").mkdir(parents=True)
+    (tmp_path / "mine/config.toml").write_text("# my preset\n")
+    (tmp_path / "mine/model/notes.txt").write_text("precious")
+    for word in ([], ["--resume"]):
+        refused(tmp_path, [*small, "--out=mine", *word], "model, config.toml, which a new run would")
+    assert (tmp_path / "mine/model/notes.txt").read_text() == "precious"
+    assert (tmp_path / "mine/config.toml").read_text() == "# my preset\n"
+
+
+def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
+    """Without ckpt.pt --resume began at step 0 and deleted the policy; without config.toml it went
+    on with the defaults."""
+    cwd, flags, _ = done
+    shutil.copytree(cwd / OUT, tmp_path / "run")
+    os.rename(tmp_path / "run/ckpt.pt", tmp_path / "ckpt.pt")
+    refused(tmp_path, [*flags, "--out=run", "--resume"], "a run whose ckpt.pt is gone", "--overwrite")
+    os.rename(tmp_path / "ckpt.pt", tmp_path / "run/ckpt.pt")
+    os.remove(tmp_path / "run/config.toml")
+    refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"], "run/config.toml is gone")
+
+
+def test_a_run_without_a_checkpoint_starts_again_with_its_own_settings(small, tmp_path):
+    """It took the settings of the second command line, and did not say so."""
+    run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a")
+    os.remove(tmp_path / "a/ckpt.pt")
+    shutil.rmtree(tmp_path / "a/model")
+    text = run(tmp_path, "--out=a", "--resume", "--seed=1")
+    assert "no checkpoint: starting at step 0\n  seed is 1, it was 0\n" in text
+    assert "gamma = 0.3\nconflict" in (tmp_path / "a/config.toml").read_text()
+
+
+def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, small_folder, tmp_path):
+    """Both went on without a word: other rewards, and an adapter over weights it was not made
+    for."""
+    shutil.copytree(small_folder / "model", tmp_path / "model")
+    rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "solution": "so"} for i in range(15)]
+    write_rows(tmp_path / "p.jsonl", rows)
+    flags = [*small, "--sft_steps=0", "--steps=1", "--model=model", "--data=p.jsonl", "--lora_rank=2",
+             "--out=a"]
+    run(tmp_path, *flags)
+    write_rows(tmp_path / "p.jsonl", [row | {"answer": "7"} for row in rows])
+    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "other problems than then",
+            "steps is 2, it was 1")
+    write_rows(tmp_path / "p.jsonl", rows)
+    model = GPT.from_pretrained(tmp_path / "model")
+    model.model.norm.weight.data += 1
+    model.save_pretrained(tmp_path / "model")
+    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "the weights below the adapter are others")

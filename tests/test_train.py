@@ -19,7 +19,8 @@ import eval as ev
 import model
 import train
 from conftest import (OUT, ROOT, assert_close_rows, checkpoint, largest_difference, learned,
-                      metrics, refused, rl_rows, run, stopped, tree, weights, write_rows)
+                      metrics, refused, rl_rows, run, small_model, stopped, tree, weights,
+                      write_rows)
 from data import demonstration, held_out, load_problems
 from lib import training
 from lib.config import help_text
@@ -442,3 +443,35 @@ def test_compilation_is_chosen_where_it_pays(monkeypatch):
         kept = found.pop(missing)
         assert not compiles("auto", "cuda", 200)
         found[missing] = kept
+
+
+def test_problems_of_the_evaluation_leave_the_training_set(small, small_folder, tmp_path):
+    """--eval_data may be the file of --data: what was evaluated had been trained on."""
+    data = small_folder / "problems.jsonl"
+    text = run(tmp_path, *small, "--sft_steps=0", "--steps=1", f"--eval_data={data}")
+    assert "2 problems are left out of training" in text and "13 problems" in text
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(small, tmp_path):
+    """With a warm-up it was an IndexError, without one the old run was deleted first."""
+    small_model(str(tmp_path / "model"), vocab_size=268, eos_token_id=260)
+    flags = [*small, f"--model={tmp_path}/model", "--overwrite"]
+    refused(tmp_path, flags, "the tokenizer makes the id 269", "vocab_size 268")
+    assert sorted(os.listdir(tmp_path / OUT)) == ["lock"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(small, tmp_path):
+    """A folder full of nan was written, with exit code 0."""
+    model = small_model(str(tmp_path / "model"))
+    model.model.norm.weight.data[0] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    flags = [*small, f"--model={tmp_path}/model", "--algo=sft", "--sft_steps=1", "--eval_problems=0"]
+    refused(tmp_path, flags, "the policy's weights are not finite")
+    assert not (tmp_path / OUT / "model").exists()
+
+
+@pytest.mark.parametrize("out, says", [("", "name a folder"), ("file", "no output folder that can")])
+def test_output_folders_that_cannot_be(small, tmp_path, out, says):
+    (tmp_path / "file").write_text("mine")
+    refused(tmp_path, [*small, f"--out={out}"], says)
+    assert (tmp_path / "file").read_text() == "mine"
