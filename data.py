@@ -204,7 +204,10 @@ def encode_prompts(tokenizer, problems, max_prompt_tokens, system_prompt=SYSTEM_
         asked = [m["content"] for m in p.messages] if p.messages else [p.question]
         if sum(map(len, asked)) > 64 * max_prompt_tokens:
             continue
-        ids = build_prompt(tokenizer, p, system_prompt, prompt_style, template_variables)
+        try:
+            ids = build_prompt(tokenizer, p, system_prompt, prompt_style, template_variables)
+        except ValueError as e:
+            raise ValueError(f"the prompt of {p.question!r:.60}: {e}") from None
         if len(ids) <= max_prompt_tokens:
             kept.append((p, ids))
     return kept, len(problems) - len(kept)

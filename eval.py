@@ -28,6 +28,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems
+from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
 from lib.files import read_jsonl, write_whole
 from lib.run import Processes, command, forward_dtype, peak_memory
@@ -349,6 +350,7 @@ def parse(argv):
     """The settings of a command line. ValueError for wrong usage."""
     c, _ = read_config(EvalConfig, argv, gone=GONE, aliases={"samples": "n={}"})
     check_ranges(c, CHOICES, RANGES)
+    check_variables(c.template_variables)
     c.data = c.data or (",".join(PAPER_N) if c.preset else "")
     if not c.rescore and not (c.model and all(c.data.split(","))):
         raise ValueError("give --model and --data=NAME,NAME (or --preset=paper), or --rescore")

@@ -15,6 +15,7 @@ No model judges, and no text is evaluated: all are pure functions of strings, fa
 give the same verdict every time. Pass the completion alone, never the prompt (its instructions name
 the tags). `python rewards.py` prints a table of hard cases.
 """
+import argparse
 import re
 
 from lib.grading import answers_equal, is_empty, last_boxed, print_table, unboxed
@@ -95,4 +96,5 @@ def extract_answer(text):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Prints a table of hard cases.").parse_args()
     print_table()

@@ -13,7 +13,6 @@ vocabulary, H hidden size.
 """
 import argparse
 import hashlib
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ import torch.nn.functional as F
 
 from data import SYSTEM_PROMPT, build_prompt, is_plain, open_thought, plain_end
 from gtpo import conflict_weights, group_advantages, keep_completions, mean_entropy
+from lib.chat import check_variables
+from lib.config import convert
 from lib.files import write_whole
 from lib.run import command, forward_dtype
 from lib.show import group_page, show_group
@@ -335,7 +336,7 @@ def main(argv):
     add("--seed", type=int, default=0)
     add("--system_prompt", default=SYSTEM_PROMPT)
     add("--prompt_style", default="auto", choices=("auto", "chat", "plain"))
-    add("--template_variables", type=json.loads, default={}, metavar="JSON",
+    add("--template_variables", default="{}", metavar="JSON",
         help='for the chat template, such as \'{"enable_thinking": false}\'')
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
         choices=("cpu", "cuda"))
@@ -344,13 +345,14 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.group < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
         parser.error("--group and --max_new_tokens must be at least 1")
+    variables = convert(dict, args.template_variables, "flag --template_variables")
+    check_variables(variables)
 
     tokenizer = Tokenizer.from_pretrained(args.model, adapter=args.adapter)
     model = GPT.from_pretrained(args.model, adapter=args.adapter, device=args.device,
                                 dtype=forward_dtype(args.dtype, torch.device(args.device)))
     plain = is_plain(tokenizer, args.prompt_style)
-    prompt = build_prompt(tokenizer, args.prompt, args.system_prompt, args.prompt_style,
-                          args.template_variables)
+    prompt = build_prompt(tokenizer, args.prompt, args.system_prompt, args.prompt_style, variables)
     room = max(1, model.config.max_position_embeddings - len(prompt))
     L = args.max_new_tokens or min(512, room)
     noise = seeded_uniforms((args.seed, "sample"), 1, args.group, L)

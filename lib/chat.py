@@ -77,6 +77,14 @@ class ChatTemplate:
             raise ValueError(f"{self.folder}: chat template: {reason}") from error
 
 
+def check_variables(variables):
+    """ValueError if template variables have a name that the call of the template takes itself."""
+    taken = {"self", "messages", "add_generation_prompt"} & set(variables)
+    if taken:
+        raise ValueError(f"template_variables: {min(taken)!r} cannot be set, the template is given "
+                         "its own; take another name")
+
+
 QUESTION, ANSWER = "gtpoquestion", "gtpoanswer"
 
 

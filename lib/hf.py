@@ -90,6 +90,8 @@ class Config:
         if raw.get("quantization_config"):
             raise ValueError(f"{where}: the weights are quantized (quantization_config); use the "
                              "original float checkpoint")
+        if max(config.head_dim, config.num_hidden_layers) > 8192:
+            raise ValueError(f"{where}: head_dim or num_hidden_layers is more than 8192")
         refuse_window(config, where)
         return config
 

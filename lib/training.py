@@ -20,6 +20,7 @@ from data import (NAMES, SYSTEM_PROMPT, as_row, demonstration, encode_prompts, h
                   load_problems, to_stderr)
 from eval import evaluate
 from lib.arithmetic import make_tiny_model
+from lib.chat import check_variables
 from lib.config import read_config, to_toml
 from lib.hf import weights_hash
 from lib.lora import add_lora, save_adapter
@@ -127,9 +128,7 @@ def check_together(c, processes):
     if c.updates_per_rollout > 1 and not c.epsilon:
         raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
                          "an epsilon, such as 0.2")
-    taken = {"messages", "add_generation_prompt"} & set(c.template_variables)
-    if taken:
-        raise ValueError(f"template_variables: {min(taken)!r} is given to the template anyway")
+    check_variables(c.template_variables)
     for name, used in (("prompts_per_step", c.algo != "sft"), ("sft_batch_size", c.sft_steps)):
         if used and getattr(c, name) % processes:
             raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {processes} "

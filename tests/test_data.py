@@ -145,6 +145,19 @@ def test_long_prompts_are_skipped_and_counted_never_cut():
     assert all(ids == data.build_prompt(Characters(), p, "s") for p, ids in kept)
 
 
+def test_a_refused_prompt_names_its_question():
+    """Regression: a template that refuses one row's messages did not say which."""
+    def refuse(messages, **variables):
+        if messages[0]["role"] == "tool":
+            raise ValueError("no such role")
+        return [1]
+
+    t, tool = Characters(), [{"role": "tool", "content": "x"}, {"role": "user", "content": "Why?"}]
+    t.chat_ids = refuse
+    with pytest.raises(ValueError, match="the prompt of 'Why\\?': no such role"):
+        data.encode_prompts(t, [Problem("6*7?", "42"), Problem("Why?", "1", messages=tool)], 100)
+
+
 def test_hostile_questions_are_not_encoded():
     """A row of a million spaces must not reach the tokenizer, where its pattern may hang."""
     t, seen = Base(), []

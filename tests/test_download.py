@@ -69,6 +69,13 @@ def test_what_is_not_the_whole_file_is_thrown_away(server, capsys, body, cut, sa
     assert download.main(["gsm8k"]) == 0 and os.path.exists(TRAIN)
 
 
+def test_a_folder_in_the_place_of_a_file(server, capsys):
+    """Regression: it was called `there already`, and could not be read."""
+    os.makedirs(TEST)
+    assert download.main(["gsm8k"]) == 1 and os.path.isfile(TRAIN)
+    assert re.search(f"error: {TEST}: could not be written .*directory", capsys.readouterr().err)
+
+
 def test_no_connection(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with socket.socket() as free:

@@ -356,6 +356,13 @@ def test_command_goes_on_after_a_kill(command, monkeypatch):
         assert code == 0 and FILE.read_bytes() == whole and len(sampled) == missing, err
 
 
+def test_command_refuses_variables_that_the_template_is_given_anyway(command):
+    """Regression: a TypeError."""
+    for name in ("self", "messages", "add_generation_prompt"):
+        code, out, err = command(f'--template_variables={{"{name}": 1}}')
+        assert code == 2 and err.startswith(f"error: template_variables: {name!r} cannot be set")
+
+
 def test_command_refuses_a_file_of_other_settings(command):
     assert command()[0] == 0
     before, problems = FILE.read_bytes(), Path("p.jsonl").read_text()

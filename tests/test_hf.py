@@ -102,6 +102,9 @@ def test_default_head_dim():
     (dict(model_type="qwen3", sliding_window=128, layer_types=["full_attention", "sliding"]),
      "sliding-window attention"),
     (dict(quantization_config={"quant_method": "gptq"}), "quantized .*quantization_config"),
+    # made, they would fill the memory or take hours, without a word
+    (dict(head_dim=10**9), "head_dim or num_hidden_layers is more than 8192"),
+    (dict(num_hidden_layers=10**9), "head_dim or num_hidden_layers is more than 8192"),
     (dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     (dict(vocab_size=None), "'vocab_size' is missing"),
     (dict(vocab_size="37"), "'vocab_size' should be a positive int, found '37'"),

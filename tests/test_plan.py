@@ -166,5 +166,9 @@ def test_a_folder_is_read_and_mistakes_are_told(tmp_path):
         model_config("Qwen2.5-7B")
     with pytest.raises(ValueError, match="is more than the model's 2048 positions"):
         check_room(settings(max_new_tokens=2000), m)
-    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
     assert Plan(settings(adapter=str(tmp_path)), m).trainable == 2 * (4 * 64 + 3 * 80)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="r should be a positive int .*found None"):
+        Plan(settings(adapter=str(tmp_path)), m)

@@ -1,5 +1,6 @@
 """Rewards: the format, where the answer of a text is, and what is paid."""
 import runpy
+import sys
 
 import pytest
 
@@ -93,7 +94,13 @@ def test_extract_answer(text, answer):
     assert extract_answer(text) == answer
 
 
-def test_the_table_prints(capsys):
+def test_the_table_prints(capsys, monkeypatch):
+    """Regression: what was given to the command was ignored."""
+    monkeypatch.setattr(sys, "argv", ["rewards.py"])
     runpy.run_path(rewards.__file__, run_name="__main__")
     out = capsys.readouterr().out
     assert len(out.splitlines()) == len(HARD_CASES) + 1 and "WRONG" not in out
+    monkeypatch.setattr(sys, "argv", ["rewards.py", "--zz"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(rewards.__file__, run_name="__main__")
+    assert "usage: rewards.py" in capsys.readouterr().err

@@ -154,7 +154,7 @@ def test_json_lists(tmp_path):
 
 @pytest.mark.parametrize("answer, gold", [
     (" 3/4 ", "3/4"), (12, "12"), (-3, "-3"), (0.25, "0.25"), (27.0, "27"), (1e30, "1e+30"),
-    (10**30, "1" + "0" * 30), ("025", "025"), ("<3", "<3"), ("a << b", "a << b"),
+    (10**400, "1" + "0" * 400), ("025", "025"), ("<3", "<3"), ("a << b", "a << b"),
     ("5225 \\text{ cubic inches}", "5225 \\text{ cubic inches}"),
     ("\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}")])
 def test_plain_answers(tmp_path, answer, gold):

@@ -644,8 +644,11 @@ def test_command_refuses_in_one_message(run):
     for extra, message in (
             ("--group=0", "at least 1"), ("--max_new_tokens=-1", "at least 1"),
             ("--group=x", "invalid int"), ("--modle=a", "--modle=a"), ("--prompt_style=x", "plain"),
-            ("--template_variables=x", "template_variables"), ("--temperature=-1", "temperature"),
-            ("--top_p=2", "top_p 2"), ("--device=abacus", "abacus"), ("--model=none", "none: no"),
+            ("--template_variables=x", "template_variables: expected names with values"),
+            ("--template_variables=[1]", "template_variables: expected names with values"),
+            ('--template_variables={"self": 1}', "template_variables: 'self' cannot be set"),
+            ("--temperature=-1", "temperature"), ("--top_p=2", "top_p 2"),
+            ("--device=abacus", "abacus"), ("--model=none", "none: no"),
             ("--adapter=.", "adapter_config.json"), ("--max_new_tokens=399", "no room for"),
             ("--prompt=" + "a" * 500, "no room for")):
         assert message in run(extra), extra

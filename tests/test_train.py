@@ -45,7 +45,7 @@ def test_presets_are_valid(path):
     (dict(sft_steps=0, steps=0), "nothing to do"), (dict(algo="sft", sft_steps=0), "nothing to do"),
     (dict(overwrite=True, resume="yes"), "give one of the two"), (dict(compile="1"), "compile"),
     (dict(lora_rank=2, adapter="x"), "give one of the two"), (dict(resume="maybe"), "resume"),
-    (dict(template_variables={"messages": []}), "'messages' is given to the template anyway")])
+    (dict(template_variables={"self": 1}), "'self' cannot be set")])
 def test_settings_that_cannot_work_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         train.check(train.TrainConfig(**change), 1)

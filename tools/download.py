@@ -69,7 +69,7 @@ def main(argv):
         path = f"data/{key}.jsonl"
         if not {key.split("/")[0], "all"} & set(argv):
             continue
-        if os.path.exists(path):
+        if os.path.isfile(path):
             print(f"{path}: there already")
             continue
         try:

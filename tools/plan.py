@@ -12,6 +12,7 @@ import os
 
 from lib.files import read_json
 from lib.hf import Config
+from lib.lora import read_adapter_config
 from logprobs import CHUNK_ELEMENTS
 from sample import DRAW_ELEMENTS
 
@@ -41,7 +42,7 @@ class Plan:
         self.c, self.m = c, m
         rank = c.lora_rank
         if c.adapter:
-            rank = read_json(os.path.join(c.adapter, "adapter_config.json"))["r"]
+            rank = read_adapter_config(c.adapter)["r"]
         H, F, layers = m.hidden_size, m.intermediate_size, m.num_hidden_layers
         q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
         shapes = [(H, q), (H, kv), (H, kv), (q, H), (H, F), (H, F), (F, H)]     # of a layer
