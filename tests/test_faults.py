@@ -186,7 +186,8 @@ def check_damage(whole, tmp_path, damage, *says):
     out, flags, _ = whole
     (tmp_path / OUT).mkdir(parents=True)
     path = tmp_path / OUT / "ckpt.pt"
-    shutil.copy(out / "ckpt.pt", path)
+    for name in ("ckpt.pt", "config.toml"):
+        shutil.copy(out / name, tmp_path / OUT)
     damage(path)
     before = path.read_bytes()
     refused(tmp_path, [*flags, "--resume"], f"{OUT}/ckpt.pt: ", *says)
