@@ -432,7 +432,6 @@ def run(c, processes):
     label = "-".join(os.path.abspath(c.model).split(os.sep)[-2:])
     path = c.out or f"out/eval/{label}-{digest(settings)[:8]}.jsonl"
     if main:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         lock = lock_file(f"{path}.lock", path, "another file with --out=FILE")
         found = tidy(path, header)
         if c.adapter and os.path.samefile(tokenizer.folder, c.adapter):

@@ -466,7 +466,8 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
     ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
     ("--few_shot=4", "system_prompt"), ("--out=.", ".: is a folder; give a file"),
-    ("--rescore=.", ".: is a folder; give a file")])
+    ("--rescore=.", ".: is a folder; give a file"),
+    ("--out=p.jsonl/o.jsonl", "p.jsonl/o.jsonl: cannot be written to")])
 def test_wrong_usage_is_one_message(command, flags, says):
     code, out, err = command(*flags.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
