@@ -30,7 +30,7 @@ from tqdm import tqdm
 from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems
 from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
-from lib.files import read_jsonl, write_whole
+from lib.files import lock_file, read_jsonl, write_whole
 from lib.run import Processes, command, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
@@ -201,8 +201,24 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
 
 # ---- the results file: a header line with the settings, then one row a line ----------------------
 
-FIELDS = {"data", "index", "sample", "gold", "completion", "answer", "correct", "formatted",
-          "tokens", "finish"}  # of a row, that we read
+# what we read: the types of the header, of its settings, of each data set in them, and of a row
+HEADER = {"shape": list, "settings": dict}
+SETTINGS = {"data": dict, "max_new_tokens": int}
+DATA_SET = {"n": int, "problems": int}
+ROW = {"data": str, "index": int, "sample": int, "gold": str, "level": int | None,
+       "subject": str | None, "completion": str, "answer": str | None, "correct": bool,
+       "formatted": bool, "tokens": int, "finish": str}
+
+
+def fits(value, types):
+    """Is this a dictionary whose values have these types?"""
+    return isinstance(value, dict) and all(
+        name in value and isinstance(value[name], kind) for name, kind in types.items())
+
+
+def is_header(line):
+    return (fits(line, HEADER) and fits(line["settings"], SETTINGS)
+            and all(fits(spec, DATA_SET) for spec in line["settings"]["data"].values()))
 
 
 def read_results(path):
@@ -210,11 +226,11 @@ def read_results(path):
     which all completions are there. What a kill has cut off is dropped; ValueError names any other
     line that is not ours."""
     lines, found = read_jsonl(path), {}
-    if not lines or "settings" not in lines[0]:
+    if not lines or not is_header(lines[0]):
         raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
     sets = lines[0]["settings"]["data"]
     for number, row in enumerate(lines[1:], 2):
-        if not FIELDS <= row.keys() or row["data"] not in sets:
+        if not fits(row, ROW) or row["data"] not in sets:
             raise ValueError(f"{path}:{number}: not a completion of {', '.join(sets)}; mend or "
                              "remove the line, or take another file")
         found.setdefault((row["data"], row["index"]), []).append(row)
@@ -418,7 +434,7 @@ def run(c, processes):
     label = "-".join(os.path.abspath(c.model).split(os.sep)[-2:])
     path = c.out or f"out/eval/{label}-{digest(settings)[:8]}.jsonl"
     if main:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        lock = lock_file(f"{path}.lock", path, "another file with --out=FILE")
         found = tidy(path, header)
         if c.adapter and os.path.samefile(tokenizer.folder, c.adapter):
             print(f"tokenizer and chat template: those of {c.adapter}")
@@ -440,10 +456,16 @@ def run(c, processes):
                 tokens += sum(row["tokens"] for row in rows)
     seconds = time.time() - start
     if main:
-        print_tables(header, tidy(path, header), c.k)
+        found = tidy(path, header)
+        lock.close()
+        print_tables(header, found, c.k)
         print(f"\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s; peak memory "
               f"{peak_memory(device):.0f} MiB; see {path}")
     processes.close()
+    asked = sum(map(len, sets.values()))
+    if main and len(found) < asked:
+        raise ValueError(f"{path} has lost the completions of {asked - len(found)} of {asked} "
+                         "problems: something else wrote to it. Run the same command again")
 
 
 def main(argv):

@@ -169,7 +169,10 @@ def parse(argv):
     p.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     p.add_argument("--out", default="out/compare", help="folder of the runs")
     p.add_argument("--results", default=os.path.join(ROOT, "experiments", "results.jsonl"))
-    return p.parse_args(argv)
+    a = p.parse_args(argv)
+    if a.seeds < 1:
+        p.error(f"--seeds={a.seeds}: at least 1 is needed")
+    return a
 
 
 def main(argv):

@@ -1,9 +1,11 @@
-"""Files: JSON in, whole files out, which folder or known name was meant."""
+"""Files: JSON in, whole files out, locks, which folder or known name was meant."""
 import contextlib
 import difflib
+import fcntl
 import json
 import os
 import re
+import sys
 
 REQUIRED = object()
 
@@ -61,6 +63,8 @@ def check_model_folder(folder):
 def read_jsonl(path, needs=()):
     """The objects in a JSONL file, each with the keys `needs`. What follows the last line's end is
     left out: a kill has cut it off. ValueError names a line that is no such object."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path}: is a folder; give a file")
     with open(path, encoding="utf-8", errors="replace") as f:
         lines = f.read().split("\n")[:-1]
     rows = []
@@ -102,6 +106,27 @@ def write_whole(path, write, mode="w"):
     """write(file), into a file beside the path that then takes its place."""
     with beside(path) as new, open(new, mode, encoding=None if "b" in mode else "utf-8") as f:
         write(f)
+
+
+def lock_file(path, target, other):
+    """Opens the file `path`, in a new folder if need be, locked until it is closed or the process
+    ends: a lock on `target`, which this process is going to write. ValueError if another holds it
+    or nothing can be written there; other: what to take instead, for the message."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        file = open(path, "w")
+    except OSError as e:
+        raise ValueError(f"{target}: cannot be written to ({e}); choose {other}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another run is writing to {target}: wait for it or stop it, or "
+                         f"choose {other}") from None
+    except OSError as e:  # some network file systems
+        print(f"note: {target} cannot be locked ({e}); take care that no second run uses it",
+              file=sys.stderr)
+    return file
 
 
 def nearest(name, known):

@@ -3,7 +3,6 @@ What a command needs around its work: one message for a mistake, processes, an o
 checkpoints, signals. Nothing here knows of GTPO; the loop is in train.py.
 """
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from lib.files import write_whole
+from lib.files import lock_file, write_whole
 
 
 def command(main, argv=None):
@@ -161,20 +160,8 @@ class Output:
         another run is writing to it."""
         if not self.main:
             return
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            self.lock_file = open(self.path("lock"), "w")
-        except OSError as e:
-            raise ValueError(f"{self.folder}: no output folder that can be written to ({e}); "
-                             "choose another with --out=FOLDER") from None
-        try:
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing to {self.folder}: wait for it or stop it, or "
-                             "choose another folder with --out=FOLDER") from None
-        except OSError as e:  # some network file systems
-            print(f"note: {self.folder} cannot be locked ({e}); take care that no second run uses "
-                  "it", file=sys.stderr)
+        self.lock_file = lock_file(self.path("lock"), self.folder,
+                                   "another folder with --out=FOLDER")
 
     def path(self, name):
         return os.path.join(self.folder, name)

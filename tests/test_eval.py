@@ -379,13 +379,59 @@ def test_command_refuses_a_file_of_other_settings(command):
 @pytest.mark.parametrize("old, new, says", [
     (None, b"my notes", ":1: "), (None, b'{"a": 1}\n', ":1: "), (b"\n", b"\n?\n", ":2: "),
     (b'"sample": 1', b'"simple": 1', ":3: not a completion"),
-    (b'{"data": "p', b'{"data": "q', ":2: not a completion of p.jsonl")])
+    (b'{"data": "p', b'{"data": "q', ":2: not a completion of p.jsonl"),
+    (b'"settings"', b'"settings": null, "x"', ":1: not the settings"),
+    (b'"settings": {', b'"settings": {}, "x": {', ":1: not the settings"),
+    (b'"max_new', b'"min_new', ":1: not the settings"), (b'"shape"', b'"form"', ":1: not the set"),
+    (b'"n": 4', b'"n": null', ":1: not the settings"), (b'"n": 4, ', b"", ":1: not the settings"),
+    (b'"problems": 1', b'"problems": "1"', ":1: not the settings"),
+    (b'"data": "p.jsonl"', b'"data": ["p.jsonl"]', ":2: not a completion"),
+    (b'"index": 0', b'"index": null', ":2: not a completion"),
+    (b'"completion": "', b'"completion": null, "x": "', ":2: not a completion"),
+    (b'"tokens": 6', b'"tokens": "6"', ":2: not a completion"),
+    (b'"level": 1', b'"level": [1]', ":2: not a completion"),
+    (b'"subject": null', b'"subject": []', ":2: not a completion")])
 def test_a_file_that_is_not_ours_stays_as_it_is(command, old, new, says):
+    """Regression: values of other types ended in a traceback."""
     assert command("--limit=1")[0] == 0
     content = FILE.read_bytes().replace(old, new, 1) if old else new
+    assert content != FILE.read_bytes()
     FILE.write_bytes(content)
-    code, out, err = command("--limit=1")
-    assert code == 2 and f"o.jsonl{says}" in err and FILE.read_bytes() == content
+    for flags in (["--limit=1"], ["--rescore=o.jsonl"]):
+        code, out, err = command(*flags)
+        assert code == 2 and f"o.jsonl{says}" in err and FILE.read_bytes() == content
+
+
+def test_a_second_evaluation_of_one_file_is_refused(command, monkeypatch):
+    """Regression: both ended well, and the completions of one were lost."""
+    flags, second, sample = [*SMALL, "--out=o.jsonl"], [], ev.sample
+
+    def slow(model, *args, **settings):
+        if not second:
+            second.append(exit_code(ev.main, [f"--model={model.folder}", *flags]))
+        return sample(model, *args, **settings)
+
+    monkeypatch.setattr(ev, "sample", slow)
+    code, out, err = command()
+    assert (code, second) == (0, [2]) and "5 of 5 problems" in out
+    assert "another run is writing to o.jsonl" in err and "--out=FILE" in err
+    assert command()[0] == 0  # now it is free
+
+
+def test_lost_completions_are_told(command, monkeypatch):
+    """Regression: the exit code was 0."""
+    sample = ev.sample
+    monkeypatch.setattr(ev, "sample", lambda *args, **settings:
+                        FILE.unlink() or sample(*args, **settings))
+    code, out, err = command()
+    assert code == 2 and "0 of 5 problems" in out
+    assert "lost the completions of 5 of 5 problems" in err and "same command again" in err
+
+
+@pytest.mark.filterwarnings("error")
+def test_all_prompts_skipped(command):
+    code, out, err = command("--max_prompt_tokens=1")
+    assert code == 0 and "problems skipped: 5," in out and "tokens/s" in out, err
 
 
 def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_path):
@@ -396,7 +442,8 @@ def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_pat
     other.save_pretrained(str(tmp_path / "tiny" / "model"))
     for count, flags in ((1, ()), (1, ()), (2, (f"--model={tmp_path}/tiny/model",))):
         assert command("--out=", "--limit=1", *flags)[0] == 0
-        assert len(os.listdir("out/eval")) == count  # the same command: the same file
+        # the same command: the same file
+        assert len(list(Path("out/eval").glob("*.jsonl"))) == count
 
 
 def test_rescore_shows_what_changes_and_writes_nothing(command):
@@ -425,7 +472,9 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--top_p=0", "top_p"), ("--device=abacus", "abacus"), ("--data=nowhere.jsonl", "nowhere"),
     ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
     ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
-    ("--few_shot=4", "system_prompt")])
+    ("--few_shot=4", "system_prompt"), ("--out=.", ".: is a folder; give a file"),
+    ("--rescore=.", ".: is a folder; give a file"),
+    ("--out=p.jsonl/o.jsonl", "p.jsonl/o.jsonl: cannot be written to")])
 def test_wrong_usage_is_one_message(command, flags, says):
     code, out, err = command(*flags.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err

@@ -37,10 +37,10 @@ if program == "train.py":
     path, rows = out + "/metrics.jsonl", rows + [dict(step=7, phase="eval")]
 else:
     data = {"arithmetic": {"n": 2, "problems": 2}}
-    rows = [{"settings": {"data": data}}]
+    rows = [{"shape": [], "settings": {"data": data, "max_new_tokens": 9}}]
     rows += [dict(data="arithmetic", index=i, sample=j, gold="7", completion="",
                   answer="7" if i else None, correct=i == 1, formatted=j == 0, tokens=3,
-                  finish="stop") for i in range(2) for j in range(2)]
+                  finish="stop", level=None, subject=None) for i in range(2) for j in range(2)]
     path = out
 with open(path, "w") as f:
     f.writelines(json.dumps(row) + "\n" for row in rows)
@@ -97,6 +97,14 @@ def test_results_of_other_settings_are_refused(tmp_path, arguments, monkeypatch)
     (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="r.jsonl:1: has other settings, {'steps': 70}"):
         compare.main(arguments)
+
+
+@pytest.mark.parametrize("seeds", [0, -1])
+def test_no_seeds_are_refused(seeds, arguments, capsys):
+    """Regression: nothing was done, with exit code 0."""
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([*arguments, f"--seeds={seeds}"])
+    assert f"--seeds={seeds}: at least 1 is needed" in capsys.readouterr().err
 
 
 def test_a_failed_run_is_named_and_tried_again(tmp_path, arguments, capsys, monkeypatch):

@@ -40,11 +40,13 @@ def test_curves_come_from_the_eval_file(tmp_path):
     """By hand. Problem 1: 2 of 4 right, pass@2 = 1 - C(2,2)/C(4,2) = 5/6; votes 7 8 8 7: maj@2 is
     7 (a tie, seen first), maj@4 too. Problem 2: 0 of 4 right."""
     folder = write_run(tmp_path / "a", [step(0), {"step": 0, "phase": "eval", "pass@1": 0.9}])
-    rows = [{"settings": {"data": {"toy": {"n": 4, "problems": 2}}}}]
+    data = {"toy": {"n": 4, "problems": 2}}
+    rows = [{"shape": [], "settings": {"data": data, "max_new_tokens": 9}}]
     problems = (["7", "8", "8", "7"], "7"), (["1", "1", None, "2"], "3")
     for i, (answers, gold) in enumerate(problems):
         rows += [dict(data="toy", index=i, sample=j, gold=gold, completion="", answer=answer,
-                      correct=answer == gold, formatted=True, tokens=3, finish="stop")
+                      correct=answer == gold, formatted=True, tokens=3, finish="stop", level=None,
+                      subject=None)
                  for j, answer in enumerate(answers)]
     path = tmp_path / "a" / "eval.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -80,8 +82,12 @@ def test_a_line_ends_with_the_shortest_seed():
 
 @pytest.mark.parametrize("text, says", [
     (None, "no such run"), ("", "no RL step"), ('{"step": 0\n', "metrics.jsonl:1: not a JSON"),
-    ('{"step": 0, "phase": "sft"}\n{"a": 1}\n', "metrics.jsonl:2: not .* with step, phase")])
+    ('{"step": 0, "phase": "sft"}\n{"a": 1}\n', "metrics.jsonl:2: not .* with step, phase"),
+    ('{"step": 0, "phase": "gtpo"}\n{"step": 1, "phase": "gtpo", "reward": {"mean": 1}}\n',
+     "metrics.jsonl:2: reward is {'mean': 1}, not a number"),
+    ('{"step": 0, "phase": "eval", "pass@1": [1]}\n', r"metrics.jsonl:1: pass@1 is \[1\], not a")])
 def test_bad_runs_get_a_message(tmp_path, text, says):
+    """Regression: figures that are objects or lists ended in a traceback."""
     folder = tmp_path / "a"
     if text is not None:
         folder.mkdir()

@@ -470,7 +470,7 @@ def test_weights_that_are_not_finite_are_not_saved(small, tmp_path):
     assert not (tmp_path / OUT / "model").exists()
 
 
-@pytest.mark.parametrize("out, says", [("", "name a folder"), ("file", "no output folder that can")])
+@pytest.mark.parametrize("out, says", [("", "name a folder"), ("file", "file: cannot be written to")])
 def test_output_folders_that_cannot_be(small, tmp_path, out, says):
     (tmp_path / "file").write_text("mine")
     refused(tmp_path, [*small, f"--out={out}"], says)

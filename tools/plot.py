@@ -42,6 +42,18 @@ def read_curves(path):
     return curves
 
 
+def read_metrics(path):
+    """The rows of a metrics.jsonl. ValueError names a figure that is neither a number nor null."""
+    rows = read_jsonl(path, ("step", "phase"))
+    for number, row in enumerate(rows, 1):
+        for name, value in row.items():
+            drawn = name in PANELS or "@" in name
+            if drawn and not isinstance(value, int | float | None):
+                raise ValueError(f"{path}:{number}: {name} is {value!r:.50}, not a number; mend or "
+                                 "remove the line")
+    return rows
+
+
 def read_run(path):
     """(series, curves) of a run's folder or a file of eval.py. series: {field of PANELS: array
     over RL steps}, empty without RL steps; curves as in read_curves. ValueError: nothing to draw.
@@ -51,7 +63,7 @@ def read_run(path):
     if not os.path.exists(f"{path}/metrics.jsonl"):
         raise ValueError(f"{path}: no such run; give the folder of a run (with metrics.jsonl in "
                          "it) or a .jsonl file of eval.py")
-    rows = read_jsonl(f"{path}/metrics.jsonl", ("step", "phase"))
+    rows = read_metrics(f"{path}/metrics.jsonl")
     steps = [row for row in rows if row["phase"] not in ("sft", "eval")]
     evaluations = [{k: v for k, v in row.items() if "@" in k and v is not None}
                    for row in rows if row["phase"] == "eval"]
