@@ -264,8 +264,9 @@ def test_nothing_survives_a_call_and_training_comes_after():
 
 def test_compiled_steps_make_few_graphs_and_equal_eager():
     """Regression (P68): every new length compiled the step again, until torch gave up. Changing
-    numbers of prompts, completions and tokens; sizes that are equal by chance must not be taken for
-    one size. The backend only counts, yet this is the slow test: 15 seconds of one core."""
+    numbers of prompts, completions and tokens, a last prompt alone in the middle of its completions
+    and from the start; sizes that are equal by chance must not be taken for one size. The backend
+    only counts, yet this is the slow test: 15 seconds of one core."""
     graphs, decoding, choose = [], 0, random.Random(0)
     torch._dynamo.reset()
 
@@ -278,11 +279,11 @@ def test_compiled_steps_make_few_graphs_and_equal_eager():
     compiled.compile_layers(backend=count)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for step in range(40):
-            P, G = choose.randint(1, 3), choose.randint(2, 3)
-            L = 70 if step == 20 else choose.randint(2, 6)  # 70: the buffers grow
+            P, G = choose.randint(3 if step < 10 else 1, 3), choose.randint(2, 3)
+            L = 70 if step == 20 else choose.randint(2, 8)  # 70: the buffers grow
             prompts = [choose.choices(range(40), k=choose.randint(2, 9)) for _ in range(P)]
             before = len(graphs)
-            a, b = (sample(model, prompts, G, L, eos_ids=range(1, 6), noise=uniforms(P, G, L))
+            a, b = (sample(model, prompts, G, L, eos_ids=range(1, 16), noise=uniforms(P, G, L))
                     for model in (eager, compiled))
             same(a, b)
             decoding += len(graphs) - before
