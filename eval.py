@@ -31,6 +31,7 @@ from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_pro
 from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
 from lib.files import lock_file, read_jsonl, write_whole
+from lib.hf import weights_hash
 from lib.run import Processes, command, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
@@ -410,15 +411,12 @@ def prepare(c, device):
     config, window = model.config.raw, model.config.max_position_embeddings
     c.max_new_tokens = c.max_new_tokens or min(1500, window // 2)
 
-    # every 997th number of each tensor tells one model from another
-    some = [p.detach().flatten()[::997].float().cpu().numpy() for p in model.parameters()]
-    weights = hashlib.sha256(np.concatenate(some).tobytes()).hexdigest()
-    # and one prompt tells tokenizers and templates apart
+    # one prompt tells tokenizers and templates apart
     prompt = build_prompt(tokenizer, "1+1?", c.system_prompt, c.prompt_style, c.template_variables)
     for name, problems in sets.items():
         texts = [[p.question, p.answer, p.messages] for p in problems]
         data[name]["hash"] = digest(prompt, texts)
-    settings = {"weights": digest(config, weights), "dtype": str(dtype).removeprefix("torch."),
+    settings = {"weights": digest(config, weights_hash(model.parameters())), "dtype": str(dtype).removeprefix("torch."),
                 **{name: getattr(c, name) for name in SAMPLING}, "data": data}
     shape = [config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
     header = {"model": c.model, "adapter": c.adapter, "shape": shape, "settings": settings}
