@@ -80,9 +80,9 @@ class GroupCache:
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
             room += more
         self.length += 1
-        # (1,) where the new token goes; a view's offset, 0, 1 or more, would be compiled anew
-        place = self.places[t : t + 1].clone()
-        own_bias = minus_infinity_where(self.places[: room if whole_buffer else t + 1] > place)
+        own_bias = minus_infinity_where(self.places[: room if whole_buffer else t + 1] > t)
+        # where the new token goes; compiled, a tensor, and no view: its offset would be a constant
+        place = self.places[t : t + 1].clone() if whole_buffer else slice(t, t + 1)
         by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
         positions = self.prompt_lengths.repeat_interleave(G) + t  # (B,)
         return positions, by_layer, (self.prompt_bias, own_bias, place)
@@ -104,8 +104,8 @@ def attend_group(q, k, v, prompt_k, prompt_v, own_k, own_v, prompt_bias, own_bia
     (P, Hkv, G, _, D), S, T = own_k.shape, prompt_k.shape[2], len(own_bias)
     dtype, R, scale = q.dtype, q.shape[1] // Hkv, D**-0.5
     with torch.autocast(q.device.type, enabled=False):
-        own_k.index_copy_(3, place, k.float().view(P, G, Hkv, 1, D).transpose(1, 2))
-        own_v.index_copy_(3, place, v.float().view(P, G, Hkv, 1, D).transpose(1, 2))
+        own_k[:, :, :, place] = k.float().view(P, G, Hkv, 1, D).transpose(1, 2)
+        own_v[:, :, :, place] = v.float().view(P, G, Hkv, 1, D).transpose(1, 2)
         own_k, own_v = (x.flatten(0, 2)[:, :T] for x in (own_k, own_v))  # (P * Hkv * G, T, D)
         prompt_k, prompt_v = prompt_k.flatten(0, 1), prompt_v.flatten(0, 1)  # (P * Hkv, S, D)
         q = q.float().view(P, G, Hkv, R, D).transpose(1, 2)  # (P, Hkv, G, R, D)
