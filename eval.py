@@ -416,7 +416,8 @@ def prepare(c, device):
     for name, problems in sets.items():
         texts = [[p.question, p.answer, p.messages] for p in problems]
         data[name]["hash"] = digest(prompt, texts)
-    settings = {"weights": digest(config, weights_hash(model.parameters())), "dtype": str(dtype).removeprefix("torch."),
+    weights = digest(config, weights_hash(model.parameters()))
+    settings = {"weights": weights, "dtype": str(dtype).removeprefix("torch."),
                 **{name: getattr(c, name) for name in SAMPLING}, "data": data}
     shape = [config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
     header = {"model": c.model, "adapter": c.adapter, "shape": shape, "settings": settings}
