@@ -132,7 +132,7 @@ def held_out(problems, n, seed=0):
         first.setdefault(p.question, p)
     if not 0 <= n < len(first):
         raise ValueError(f"cannot hold out {n} of {len(first)} distinct questions: at least one "
-                         "must stay to train on")
+                         "must stay to train on; lower --eval_problems, or give --eval_data=FILE")
     chosen = set(sorted(first, key=lambda question: digest(seed, question))[:n])
     train = [p for p in problems if p.question not in chosen]
     return train, [p for p in first.values() if p.question in chosen]

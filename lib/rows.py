@@ -110,9 +110,7 @@ def _question(row, named):
         raise ValueError(f"no question in {named or ', '.join(QUESTIONS)}; the row has: "
                          f"{', '.join(row):.200}; name its column with --question_field")
     if isinstance(value, str):
-        # alpaca's instruction may come with an input
-        more = row.get("input") if name == "instruction" else None
-        return f"{value}\n\n{more}" if isinstance(more, str) and more else value, None, ""
+        return value if named else _whole_question(row, name, value), None, ""
     if not isinstance(value, list) or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str)
             and isinstance(m.get("content"), str) for m in value):
@@ -125,6 +123,19 @@ def _question(row, named):
     if not value or value[-1]["role"] != "user":
         raise ValueError(f'the messages of "{name}" must end in a user turn')
     return value[-1]["content"], value, reply
+
+
+def _whole_question(row, name, question):
+    """The question with what stands apart from it: alpaca's input behind an instruction; the body
+    (SVAMP), context or passage that a question is about."""
+    parts = {key.lower(): part.strip() for key, part in row.items()
+             if isinstance(part, str) and part.strip()}
+    if name == "instruction" and "input" in parts:
+        return f"{question}\n\n{parts['input']}"
+    for about in ("body", "context", "passage"):
+        if name.lower() in ("question", "problem") and about in parts:
+            return f"{parts[about]}\n\n{question}"
+    return question
 
 
 def _first(row, names):

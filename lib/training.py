@@ -246,7 +246,11 @@ def read_problems(c, say):
             say(f"{c.data}: {len(problems) - len(rest)} problems are left out of training, they "
                 "are those of the evaluation")
         return rest, test
-    return held_out(problems, c.eval_problems)  # the same split for every seed
+    rest, test = held_out(problems, c.eval_problems)  # the same split for every seed
+    if len(test) > len(rest):
+        say(f"{c.data}: {len(test)} problems are held out for evaluation and {len(rest)} stay to "
+            "train on; --eval_problems sets how many")
+    return rest, test
 
 
 def usable_demonstrations(c, tokenizer, prompts):
@@ -364,6 +368,7 @@ def introduce(run):
 {c.max_prompt_tokens} tokens), {len(run.eval_problems)} for evaluation
 policy    {c.model or 'a new ' + model.config.model_type}, {parameters:,.2f} million parameters\
 {adapter}, on {run.processes.device.type}, {run.processes.size} process(es)
+prompts   {'plain, without a chat template' if run.plain else 'by the chat template'}
 warm-up   {c.sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning rate \
 {c.sft_learning_rate:g}{f', {too_long} skipped: too long' if too_long else ''}
 RL        {steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions of up to \

@@ -290,3 +290,11 @@ def test_hostile_rows_are_read_quickly(tmp_path):
         except ValueError:
             pass
     assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize("about", ["Body", "context", "passage"])
+def test_a_question_comes_with_what_it_is_about(about):
+    """SVAMP's body, which holds the numbers, was left out without a word."""
+    row = {about: "Ann has 3 nails.", "Question": "How many nails?", "Answer": 3, "ID": "x"}
+    assert rows.read_problem(row).question == "Ann has 3 nails.\n\nHow many nails?"
+    assert rows.read_problem(row, "Question").question == "How many nails?"

@@ -589,8 +589,9 @@ def run(tmp_path, capsys):
         except SystemExit as e:  # argparse
             code = e.code
         out, err = capsys.readouterr()
-        assert (code, "error: " in err) == ((2, True) if err else (0, False))
-        return err or out
+        assert (code, "error: " in err) in ((2, True), (0, False))
+        assert code or err.startswith("sampling 3 completions of up to ")
+        return err if code else out
     return run
 
 
