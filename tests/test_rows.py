@@ -296,5 +296,5 @@ def test_hostile_rows_are_read_quickly(tmp_path):
 def test_a_question_comes_with_what_it_is_about(about):
     """SVAMP's body, which holds the numbers, was left out without a word."""
     row = {about: "Ann has 3 nails.", "Question": "How many nails?", "Answer": 3, "ID": "x"}
-    assert rows.read_problem(row).question == "Ann has 3 nails.\n\nHow many nails?"
-    assert rows.read_problem(row, "Question").question == "How many nails?"
+    assert rows.read_problem(row)["question"] == "Ann has 3 nails.\n\nHow many nails?"
+    assert rows.read_problem(row, "Question")["question"] == "How many nails?"
