@@ -118,7 +118,7 @@ x \leq 5 ; x<=5 ; x ≤ 5 ; 5 >= x ; 5 \geqslant x ; 2x \le 10
 x \neq 3 ; x != 3
 x^2+y^2=13 ; 13 = y^2+x^2 ; x^2 + y^2 - 13 = 0 ; -x^2-y^2+13=0 ; \frac{x^2}{13}+\frac{y^2}{13}=1
 Even ; \text{even} ; EVEN
-\text{1:03 PM} ; 1:03 p.m. ; 1:03 \text{ p.m.} ; 1:03pm ; $1:03$ P.M.
+\text{1:03 PM} ; 1:03 p.m. ; 1:03pm ; $1:03$ P.M.
 1011_2 ; 1011_{2}
 \emptyset ; \varnothing ; ∅
 -2\pi ; -2*pi ; -2pi ; -\frac{6}{3} \pi
@@ -178,7 +178,7 @@ x > 3 ; x < 3 ; x \ge 3 ; -x > 3
 f(x+1)(x-1) ; f(x-1)(x+1)
 \sqrt[3]{8} ; \sqrt{8} ; 2
 CBAD ; ABCD ; CBA
-9 a.m. ; 9 p.m. ; 9 \text{ pm EST} ; 9
+9 a.m. ; 9 p.m. ; 9
 E ; e ; 2E ; \text{E}\text{meters}
 18 ; 18/7 ; 18g ; 18m ; 18 x ; 18 i ; 18 M ; 18k ; 18 mil ; 18 s^2 ; 18 g/x ; 18 g h
 18 ; 18/x ; 18/h ; 18/abc ; 18/dozen ; 18/\text{x} ; 18/pi ; 18 pi ; #### 19 ; 18 m + 2
