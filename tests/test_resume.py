@@ -2,12 +2,14 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 
 import train
-from conftest import (OUT, checkpoint, largest_difference, learned, refused, rl_rows, run, stopped,
-                      tree, write_rows)
+from conftest import (OUT, ROOT, checkpoint, largest_difference, learned, metrics, refused, rl_rows,
+                      run, stopped, tree, write_rows)
 from data import held_out, load_problems
 from lib.arithmetic import make_tiny_model
 from model import GPT
@@ -164,3 +166,25 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     model.model.norm.weight.data += 1
     model.save_pretrained(tmp_path / "model")
     refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "the weights below the adapter are others")
+
+
+def test_a_finished_run_that_goes_on_keeps_its_evaluation(done, tmp_path):
+    """The row of the last evaluation was cut off with what a kill leaves behind."""
+    cwd, flags, _ = done
+    shutil.copytree(cwd / OUT, tmp_path / "run")
+    before = [row for row in metrics(tmp_path / "run") if row.get("label") == "after"]
+    run(tmp_path, "--out=run", "--resume", "--steps=4")
+    after = [row for row in metrics(tmp_path / "run") if row.get("label") == "after"]
+    assert len(before) == 1 and after[0] == before[0] and [row["step"] for row in after] == [5, 6]
+
+
+def test_a_reader_who_goes_away_does_not_end_the_run(small, tmp_path):
+    """`train.py | head -3` ended the run; so did a character that the terminal lacks."""
+    process = subprocess.Popen(
+        [sys.executable, os.path.join(ROOT, "train.py"), *small, "--sft_steps=0", "--steps=2",
+         "--show_every=1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert checkpoint(tmp_path / OUT)["step"] == 2 and (tmp_path / OUT / "model").exists()
