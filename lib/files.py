@@ -53,11 +53,13 @@ def check_folder(folder):
 def check_model_folder(folder):
     """FileNotFoundError or ValueError unless `folder` may hold a whole model, not an adapter."""
     check_folder(folder)
-    if os.path.isfile(os.path.join(folder, "metrics.jsonl")):
+    adapter, metrics = (os.path.join(folder, n) for n in ("adapter_config.json", "metrics.jsonl"))
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        return
+    if os.path.isfile(metrics):
         raise ValueError(f"{folder}: the folder of a run; its policy is in {folder}/model, or with "
                          f"LoRA in {folder}/adapter")
-    adapter = os.path.join(folder, "adapter_config.json")
-    if os.path.isfile(adapter) and not os.path.isfile(os.path.join(folder, "config.json")):
+    if os.path.isfile(adapter):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(f"{folder}: holds a LoRA adapter, not a model; give its base "
                          f"({base}) as --model and this folder as --adapter")

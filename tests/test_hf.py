@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import lib.hf
+from lib.files import check_model_folder
 from lib.hf import Config, rope_frequencies, save_folder
 from model import GPT
 
@@ -398,3 +399,12 @@ def test_weights_are_read_one_tensor_at_a_time(monkeypatch):
     monkeypatch.setattr(lib.hf, "check_tensor", watched)
     GPT.from_pretrained(os.path.join(HF, "qwen2_sharded"))
     assert len(seen) == 27
+
+
+def test_a_run_given_as_a_model_is_told_apart_from_a_model_with_metrics(tmp_path):
+    """A model's folder that also holds a metrics.jsonl, as other tools write it, is a model."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="the folder of a run; its policy is in .*/model"):
+        check_model_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    check_model_folder(tmp_path)
