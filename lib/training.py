@@ -63,6 +63,11 @@ class Run:
     bad_in_a_row: int = 0
     dull_in_a_row: int = 0
 
+    @property
+    def last(self):
+        """The number of steps of the whole run."""
+        return self.c.sft_steps + (self.c.steps if self.c.algo != "sft" else 0)
+
     def say(self, text):
         if self.processes.main:
             with contextlib.suppress(BrokenPipeError):  # nobody reads any more, the run goes on
@@ -87,8 +92,9 @@ GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
         "zero": "lora_rank needs little optimizer state; ZeRO is not here",
         "sft_max_tokens": "it is max_prompt_tokens + max_new_tokens",
         "resume_force": "flags given again with --resume win",
-        **dict.fromkeys("warmup_ratio weight_decay adam_beta2 max_bad_updates".split(),
+        **dict.fromkeys("warmup_ratio weight_decay adam_beta2".split(),
                         "a constant at the top of train.py"),
+        "max_bad_updates": "a constant at the top of lib/training.py",
         "timeout_minutes": "a constant of lib/run.py"}
 
 
@@ -97,7 +103,7 @@ def read_settings(config_class, argv, parts):
     goes on reads its own config.toml in place of a preset. parts: the defaults of each algo."""
     words = dict(gone=GONE, aliases={"name": "out=out/{}"}, defaults_of={"algo": parts},
                  bare={"resume": "yes", "compile": "yes"})
-    c, given = read_config(config_class, argv, **words)
+    c, _ = read_config(config_class, argv, **words)
     own, stands = os.path.join(c.out, "config.toml"), Output(c.out).stands()
     if c.resume == "no" or not {"ckpt.pt", "metrics.jsonl"} & set(stands):
         return c, []
@@ -172,8 +178,9 @@ def prepare(c, changed, processes, output, signals, make_optimizer):
             source = stack.enter_context(tempfile.TemporaryDirectory())
             make_tiny_model(source, c.seed)
         tokenizer = Tokenizer.from_pretrained(source, adapter=c.adapter or None)
-        frozen = c.lora_rank or c.adapter  # weights that learn are float32
-        dtype = forward_dtype(c.dtype, processes.device) if frozen else torch.float32
+        dtype = torch.float32  # of weights that learn; those below an adapter do not
+        if c.lora_rank or c.adapter:
+            dtype = forward_dtype(c.dtype, processes.device)
         model = GPT.from_pretrained(source, adapter=c.adapter or None, dtype=dtype,
                                     device=processes.device)
     model.folder, model.checkpointing = folder, c.checkpointing
@@ -362,7 +369,6 @@ def introduce(run):
     learned = sum(p.numel() for p in trained(model).values()) / 1e6
     adapter = f", of which {learned:,.2f} million, the adapter, are trained" if model.lora else ""
     too_long = len(run.prompts) - len(run.demonstrations) if c.sft_steps else 0
-    steps = 0 if c.algo == "sft" else c.steps
     run.say(f"""
 {c.algo.upper()} on {c.data}: {len(run.prompts):,} problems ({run.skipped} skipped: longer than \
 {c.max_prompt_tokens} tokens), {len(run.eval_problems)} for evaluation
@@ -371,8 +377,8 @@ policy    {c.model or 'a new ' + model.config.model_type}, {parameters:,.2f} mil
 prompts   {'plain, without a chat template' if run.plain else 'by the chat template'}
 warm-up   {c.sft_steps} SFT steps of {c.sft_batch_size} demonstrations, learning rate \
 {c.sft_learning_rate:g}{f', {too_long} skipped: too long' if too_long else ''}
-RL        {steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions of up to \
-{c.max_new_tokens} tokens, learning rate {c.learning_rate:g}
+RL        {run.last - c.sft_steps} steps of {c.prompts_per_step} prompts x {c.group_size} \
+completions of up to {c.max_new_tokens} tokens, learning rate {c.learning_rate:g}
 output    {c.out}/
 """)
 
@@ -401,11 +407,10 @@ def end_step(run, row, bad_updates, began, bar, shown):
                            f"{run.bad_in_a_row} times in a row; {kept}; try a lower learning rate")
         raise error if run.processes.main else SystemExit(2)
     stop = max(run.processes.gather(run.signals.received))  # the same answer on all
-    last = c.sft_steps + (c.steps if c.algo != "sft" else 0)
-    if c.eval_every and c.sft_steps < run.step < last:
+    if c.eval_every and c.sft_steps < run.step < run.last:
         if (run.step - c.sft_steps) % c.eval_every == 0:
             evaluation(run, "during", run.step - 1)
-    if stop or run.step % c.save_every == 0 or run.step in (c.sft_steps, last):
+    if stop or run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last):
         save(run)
     if stop:
         bar.close()
@@ -494,8 +499,7 @@ def before_rl(run):
 def is_finished(run, changed):
     """Does the folder hold all steps, and the evaluation behind them? Says so."""
     rows = [row for row, _ in run.output.rows()]
-    last = run.c.sft_steps + (run.c.steps if run.c.algo != "sft" else 0)
-    done = any(row["step"] == run.step >= last and row.get("label") == "after" for row in rows)
+    done = any(row["step"] == run.step >= run.last and row.get("label") == "after" for row in rows)
     finished = run.processes.gather(done)[0]
     if finished:
         text = f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there"
