@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +31,7 @@ from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
 from lib.files import lock_file, read_jsonl, write_whole
 from lib.hf import weights_hash
-from lib.run import Processes, command, forward_dtype, peak_memory
+from lib.run import Processes, command, end, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
 from sample import completion_texts, plain_stop, sample, seeded_uniforms
@@ -480,4 +479,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(command(main))
+    end(command(main))

@@ -21,7 +21,6 @@ import functools
 import math
 import os
 import random
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -34,7 +33,7 @@ from gtpo import (conflict_weights, group_advantages, keep_completions, mean_ent
 from lib.arithmetic import imperfect_demonstration
 from lib.config import check_ranges, help_text
 from lib.lora import adapter_as
-from lib.run import Output, Processes, Signals, command
+from lib.run import Output, Processes, Signals, command, end
 from lib.show import show_group
 from lib.training import (advise, before_rl, begin, check_together, end_step, finish, is_finished,
                           plan, prepare, read_settings)
@@ -469,4 +468,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(command(main))
+    end(command(main))

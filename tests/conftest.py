@@ -100,20 +100,12 @@ def small(small_folder):
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-def exit_code(flags):
-    """That of the command with these flags, in this process."""
-    try:
-        return command(train.main, flags)
-    except SystemExit as e:
-        return e.code
-
-
 def run(cwd, *flags, code=0):
     """Runs the command in this process, in the folder cwd. Returns what it printed; its exit code
     must be `code`."""
     with (contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as text,
           contextlib.redirect_stderr(text)):
-        got = exit_code(flags)
+        got = command(train.main, flags)
     assert got == code, text.getvalue()
     return text.getvalue()
 
@@ -146,7 +138,7 @@ def start(cwd, flags, processes=1, change=None):
                                   WORLD_SIZE=str(processes))
             if change:
                 change(rank)
-            code = exit_code(flags)
+            code = command(train.main, flags)
         except BaseException:
             traceback.print_exc()
         finally:
