@@ -12,11 +12,12 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from lib.files import nearest
 from lib.rows import NoAnswer, read_problem, read_rows
 
-NAMES = ("arithmetic", "gsm8k", "math", "math500", "aime24", "aime25", "amc23")
+NAMES = ("arithmetic", "word_problems", "gsm8k", "math", "math500", "aime24", "aime25", "amc23")
 ONLY_TEST = ("math500", "aime24", "aime25", "amc23")
 
 
@@ -51,9 +52,10 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
     """
     name = os.fspath(name_or_path)
     check_choice("split", split, ("train", "test"))
-    if name == "arithmetic":
-        from lib.arithmetic import arithmetic_problems  # which imports this file
-        return arithmetic_problems(split=split)
+    if name == "arithmetic":  # made on the spot, by files that import this one
+        return import_module("lib.arithmetic").arithmetic_problems(split)
+    if name == "word_problems":
+        return import_module("lib.word_problems").word_problems(split)
     if name in NAMES:
         question_field, answer_field, strict = "", "", True
     path = _find_file(name, split)

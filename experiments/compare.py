@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from data import build_prompt, demonstration, load_problems
+from experiments.variants import VARIANTS
 from lib.files import read_jsonl, write_whole
 from lib.run import command
 from model import GPT
@@ -41,6 +42,7 @@ ALGORITHMS = {                                          # name: flags of train.p
     "gtpo_no_filter": ["--algo=gtpo", "--entropy_filter=false"],
     "gtpo_gamma0": ["--algo=gtpo", "--gamma=0"],
 }
+ALL = ALGORITHMS | dict.fromkeys(VARIANTS, ["--algo=gtpo"])  # GTPO with another conflict rule, too
 # the same for all runs
 SETTINGS = dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
                 eval_problems=100, eval_samples=8)
@@ -57,13 +59,16 @@ def commands(a, algorithm, rate, seed):
     """The train.py and the eval.py command of a run. The evaluation inside train.py is made as
     small as can be, since eval.py measures."""
     folder, s = folder_of(a, algorithm, rate, seed), SETTINGS
-    train = [sys.executable, os.path.join(ROOT, "train.py"), f"--out={folder}", f"--seed={seed}",
+    program = [os.path.join(ROOT, "train.py")]
+    if algorithm in VARIANTS:
+        program = ["-m", "experiments.variants", algorithm]
+    train = [sys.executable, *program, f"--out={folder}", f"--seed={seed}",
              "--data=arithmetic", "--device=cpu", "--resume", "--show_every=0",
              "--eval_problems=1", "--eval_samples=1", f"--temperature={s['temperature']}"]
     if algorithm == "sft":
         train += ["--algo=sft", f"--sft_steps={s['sft_steps']}"]
     else:
-        train += [*ALGORITHMS[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
+        train += [*ALL[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
                   "--sft_steps=0", f"--learning_rate={rate:g}", f"--steps={s['steps']}",
                   f"--prompts_per_step={s['prompts_per_step']}",
                   f"--group_size={s['group_size']}"]
@@ -77,8 +82,9 @@ def commands(a, algorithm, rate, seed):
 def call(words):
     """Runs a command, with one thread of arithmetic; it ends when we are stopped. RuntimeError
     with the end of its stderr when it fails."""
-    done = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          errors="replace", env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT})
     if done.returncode:
         last = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise RuntimeError(f"exit code {done.returncode}: {' '.join(words)}\n{last}")
@@ -107,10 +113,10 @@ def format_logp(folder, problems):
 
 
 def held_out_figures(path):
-    """What a file of eval.py says, each 0 to 1: accuracy (right answer in the right format),
+    """What a file of eval.py says: the hash of the weights and, each 0 to 1, accuracy (right answer in the right format),
     format, pass@k and maj@k for k = 1, 2, 4, ..."""
-    rows = read_jsonl(path)[1:]
-    return {"accuracy": sum(row["correct"] and row["formatted"] for row in rows) / len(rows),
+    header, *rows = read_jsonl(path)
+    return {"weights": header["settings"].get("weights"), "accuracy": sum(row["correct"] and row["formatted"] for row in rows) / len(rows),
             "format": sum(row["formatted"] for row in rows) / len(rows),
             **read_curves(path)["arithmetic"]}
 
@@ -136,13 +142,20 @@ def training_figures(path):
             "seconds": sum(row["seconds"] for row in steps)}
 
 
+def commit():
+    """The commit of this code, with a + if files differ from it; None outside of git."""
+    said = [subprocess.run(["git", *words.split()], cwd=ROOT, capture_output=True, text=True).stdout
+            for words in ("rev-parse --short HEAD", "status --porcelain --untracked-files=no")]
+    return said[0].strip() + "+" * bool(said[1]) or None
+
+
 def do_run(a, algorithm, rate, seed):
     """Trains and measures one run, or what is left of it. Returns its line of the results."""
     folder = folder_of(a, algorithm, rate, seed)
     for words in commands(a, algorithm, rate, seed):
         call(words)
     row = {"algorithm": algorithm, "learning_rate": rate, "seed": seed,
-           "settings": SETTINGS,
+           "settings": SETTINGS, "commit": commit(),
            **held_out_figures(f"{folder}/eval.jsonl"),
            "format_logp": format_logp(f"{folder}/model", load_problems("arithmetic", "test")[:64]),
            **training_figures(f"{folder}/metrics.jsonl")}
@@ -166,7 +179,7 @@ def parse(argv):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS-1 (default: 5)")
     p.add_argument("--learning_rates", nargs="+", type=float, default=[3e-4, 7e-4, 3e-3])
-    p.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    p.add_argument("--algorithms", nargs="+", choices=ALL, default=list(ALGORITHMS))
     p.add_argument("--out", default="out/compare", help="folder of the runs")
     p.add_argument("--results", default=os.path.join(ROOT, "experiments", "results.jsonl"))
     a = p.parse_args(argv)

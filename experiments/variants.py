@@ -1,0 +1,64 @@
+"""
+Which half of the conflict rule does it? train.py with other conflict weights than equation (2):
+
+    python -m experiments.variants protect_only --seed=1 ...        # NAME, then train.py's flags
+
+It is also an example of how to try a rule of one's own without a change of gtpo.py.
+"""
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import train
+from gtpo import advantage_sign, conflict_weights
+from lib.run import command, end
+
+OWN = 2**30  # ids from here on are in no vocabulary: one of its own for each completion of a group
+
+
+def protect_only(ids, mask, advantages):
+    """0 where A < 0; conflict tokens of good completions count once."""
+    return conflict_weights(ids, mask, advantages).clamp(max=1)
+
+
+def amplify_only(ids, mask, advantages):
+    """2 where A > 0; conflict tokens of bad completions are punished like others."""
+    return conflict_weights(ids, mask, advantages).clamp(min=1) * mask
+
+
+def double_good(ids, mask, advantages):
+    """2 on every token of a good completion, conflict or not; 1 on those of the others."""
+    return (1.0 + (advantage_sign(advantages) > 0))[..., None] * mask
+
+
+def prefix_only(ids, mask, advantages):
+    """Conflict tokens in the common beginning alone: an end of its own leaves no common end."""
+    own = OWN + torch.arange(ids.shape[-2]).expand(ids.shape[:-1])[..., None]  # (..., G, 1)
+    end = mask.sum(-1, keepdim=True)  # (..., G, 1)
+    longer = F.pad(ids, (0, 1)).scatter(-1, end, own)  # (..., G, L + 1)
+    weights = conflict_weights(longer, F.pad(mask, (0, 1)).scatter(-1, end, True), advantages)
+    return weights[..., :-1] * mask
+
+
+def suffix_only(ids, mask, advantages):
+    """Conflict tokens in the common end alone: a beginning of its own leaves no common one."""
+    own = OWN + torch.arange(ids.shape[-2]).expand(ids.shape[:-1])[..., None]  # (..., G, 1)
+    longer = torch.cat([own, ids], -1)  # (..., G, L + 1)
+    return conflict_weights(longer, F.pad(mask, (1, 0), value=True), advantages)[..., 1:]
+
+
+VARIANTS = {rule.__name__: rule for rule in (protect_only, amplify_only, double_good, prefix_only,
+                                             suffix_only)}
+
+
+def main(argv):
+    if not argv or argv[0] not in VARIANTS:
+        raise ValueError(f"the first word must be one of {', '.join(VARIANTS)}; train.py's flags "
+                         "follow")
+    train.conflict_weights = VARIANTS[argv[0]]
+    return train.main(argv[1:])
+
+
+if __name__ == "__main__":
+    end(command(main))
