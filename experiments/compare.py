@@ -43,9 +43,12 @@ ALGORITHMS = {                                          # name: flags of train.p
     "gtpo_gamma0": ["--algo=gtpo", "--gamma=0"],
 }
 ALL = ALGORITHMS | dict.fromkeys(VARIANTS, ["--algo=gtpo"])  # GTPO with another conflict rule, too
-# the same for all runs
-SETTINGS = dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
-                eval_problems=100, eval_samples=8)
+# of all runs of a task; what is not here says the preset
+SETTINGS = {
+    "arithmetic": dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
+                       eval_problems=100, eval_samples=8),
+    "word_problems": dict(data="word_problems", sft_steps=30, steps=40, prompts_per_step=8,
+                          group_size=8, temperature=1.0, eval_problems=120, eval_samples=4)}
 KEY = ("algorithm", "learning_rate", "seed")            # which run it is; the rate of SFT is None
 LAST = 5                                                # steps that a figure "at the end" averages
 
@@ -58,13 +61,15 @@ def folder_of(a, algorithm, rate, seed):
 def commands(a, algorithm, rate, seed):
     """The train.py and the eval.py command of a run. The evaluation inside train.py is made as
     small as can be, since eval.py measures."""
-    folder, s = folder_of(a, algorithm, rate, seed), SETTINGS
-    program = [os.path.join(ROOT, "train.py")]
-    if algorithm in VARIANTS:
-        program = ["-m", "experiments.variants", algorithm]
-    train = [sys.executable, *program, f"--out={folder}", f"--seed={seed}",
-             "--data=arithmetic", "--device=cpu", "--resume", "--show_every=0",
-             "--eval_problems=1", "--eval_samples=1", f"--temperature={s['temperature']}"]
+    folder, s = folder_of(a, algorithm, rate, seed), SETTINGS[a.task]
+    program = ["-m", "experiments.variants", algorithm]
+    if algorithm not in VARIANTS:
+        program = [os.path.join(ROOT, "train.py")]
+    if a.task == "word_problems":
+        program += [os.path.join(ROOT, "config", "smollm2_135m.toml"), f"--model={a.model}"]
+    train = [sys.executable, *program, f"--data={a.task}", f"--out={folder}", f"--seed={seed}",
+             "--device=cpu", "--resume", "--show_every=0", "--save_every=10", "--eval_problems=1",
+             "--eval_samples=1", f"--temperature={s['temperature']}"]
     if algorithm == "sft":
         train += ["--algo=sft", f"--sft_steps={s['sft_steps']}"]
     else:
@@ -73,18 +78,18 @@ def commands(a, algorithm, rate, seed):
                   f"--prompts_per_step={s['prompts_per_step']}",
                   f"--group_size={s['group_size']}"]
     evaluate = [sys.executable, os.path.join(ROOT, "eval.py"), f"--model={folder}/model",
-                "--data=arithmetic", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
+                f"--data={a.task}", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
                 f"--temperature={s['temperature']}", "--max_new_tokens=48", f"--seed={seed}",
                 "--device=cpu", f"--out={folder}/eval.jsonl"]
     return train, evaluate
 
 
 def call(words):
-    """Runs a command, with one thread of arithmetic; it ends when we are stopped. RuntimeError
-    with the end of its stderr when it fails."""
+    """Runs a command, with one thread unless OMP_NUM_THREADS says otherwise; it ends when we are
+    stopped. RuntimeError with the end of its stderr when it fails."""
     done = subprocess.run(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT})
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": ROOT})
     if done.returncode:
         last = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise RuntimeError(f"exit code {done.returncode}: {' '.join(words)}\n{last}")
@@ -113,12 +118,13 @@ def format_logp(folder, problems):
 
 
 def held_out_figures(path):
-    """What a file of eval.py says: the hash of the weights and, each 0 to 1, accuracy (right answer in the right format),
-    format, pass@k and maj@k for k = 1, 2, 4, ..."""
+    """What a file of eval.py says: the hash of the weights and, each 0 to 1, accuracy (right answer
+    in the right format), format, pass@k and maj@k for k = 1, 2, 4, ..."""
     header, *rows = read_jsonl(path)
-    return {"weights": header["settings"].get("weights"), "accuracy": sum(row["correct"] and row["formatted"] for row in rows) / len(rows),
+    return {"weights": header["settings"].get("weights"),
+            "accuracy": sum(row["correct"] and row["formatted"] for row in rows) / len(rows),
             "format": sum(row["formatted"] for row in rows) / len(rows),
-            **read_curves(path)["arithmetic"]}
+            **next(iter(read_curves(path).values()))}
 
 
 def training_figures(path):
@@ -155,9 +161,9 @@ def do_run(a, algorithm, rate, seed):
     for words in commands(a, algorithm, rate, seed):
         call(words)
     row = {"algorithm": algorithm, "learning_rate": rate, "seed": seed,
-           "settings": SETTINGS, "commit": commit(),
+           "settings": SETTINGS[a.task], "commit": commit(),
            **held_out_figures(f"{folder}/eval.jsonl"),
-           "format_logp": format_logp(f"{folder}/model", load_problems("arithmetic", "test")[:64]),
+           "format_logp": format_logp(f"{folder}/model", load_problems(a.task, "test")[:64]),
            **training_figures(f"{folder}/metrics.jsonl")}
     with contextlib.suppress(FileNotFoundError):        # of no more use, three times the model
         os.remove(f"{folder}/ckpt.pt")
@@ -168,7 +174,7 @@ def finished(a):
     """The rows of the results so far. ValueError if they were made with other settings."""
     rows = read_jsonl(a.results, (*KEY, "settings")) if os.path.exists(a.results) else []
     for number, row in enumerate(rows, 1):
-        if row["settings"] != SETTINGS:
+        if row["settings"] != SETTINGS[a.task]:
             raise ValueError(f"{a.results}:{number}: has other settings, {row['settings']}. Take "
                              "another --results and --out")
     return rows
@@ -180,9 +186,14 @@ def parse(argv):
     p.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS-1 (default: 5)")
     p.add_argument("--learning_rates", nargs="+", type=float, default=[3e-4, 7e-4, 3e-3])
     p.add_argument("--algorithms", nargs="+", choices=ALL, default=list(ALGORITHMS))
+    p.add_argument("--task", choices=SETTINGS, default="arithmetic",
+                   help="word_problems: a pretrained model, with config/smollm2_135m.toml")
+    p.add_argument("--model", default="", help="folder of the model for word_problems")
     p.add_argument("--out", default="out/compare", help="folder of the runs")
     p.add_argument("--results", default=os.path.join(ROOT, "experiments", "results.jsonl"))
     a = p.parse_args(argv)
+    if (a.task == "word_problems") != bool(a.model):
+        p.error("--task=word_problems and --model=DIR belong together")
     if a.seeds < 1:
         p.error(f"--seeds={a.seeds}: at least 1 is needed")
     return a

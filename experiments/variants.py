@@ -14,7 +14,6 @@ import train
 from gtpo import advantage_sign, conflict_weights
 from lib.run import command, end
 
-OWN = 2**30  # ids from here on are in no vocabulary: one of its own for each completion of a group
 
 
 def protect_only(ids, mask, advantages):
@@ -32,9 +31,15 @@ def double_good(ids, mask, advantages):
     return (1.0 + (advantage_sign(advantages) > 0))[..., None] * mask
 
 
+def own_ids(ids):
+    """An id that is in no vocabulary for each completion of a group: ids (..., G, L)
+    -> (..., G, 1)."""
+    return 2**30 + torch.arange(ids.shape[-2], device=ids.device).expand(ids.shape[:-1])[..., None]
+
+
 def prefix_only(ids, mask, advantages):
     """Conflict tokens in the common beginning alone: an end of its own leaves no common end."""
-    own = OWN + torch.arange(ids.shape[-2]).expand(ids.shape[:-1])[..., None]  # (..., G, 1)
+    own = own_ids(ids)  # (..., G, 1)
     end = mask.sum(-1, keepdim=True)  # (..., G, 1)
     longer = F.pad(ids, (0, 1)).scatter(-1, end, own)  # (..., G, L + 1)
     weights = conflict_weights(longer, F.pad(mask, (0, 1)).scatter(-1, end, True), advantages)
@@ -43,7 +48,7 @@ def prefix_only(ids, mask, advantages):
 
 def suffix_only(ids, mask, advantages):
     """Conflict tokens in the common end alone: a beginning of its own leaves no common one."""
-    own = OWN + torch.arange(ids.shape[-2]).expand(ids.shape[:-1])[..., None]  # (..., G, 1)
+    own = own_ids(ids)  # (..., G, 1)
     longer = torch.cat([own, ids], -1)  # (..., G, L + 1)
     return conflict_weights(longer, F.pad(mask, (1, 0), value=True), advantages)[..., 1:]
 

@@ -13,9 +13,10 @@ import torch
 
 import train
 from data import build_prompt, demonstration, load_problems
-from experiments import compare, report
+from experiments import compare, report, variants
 from lib.arithmetic import make_tiny_model
 from lib.config import read_config
+from model import GPT
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STAND_IN = r"""
@@ -37,7 +38,7 @@ if program == "train.py":
     path, rows = out + "/metrics.jsonl", rows + [dict(step=7, phase="eval")]
 else:
     data = {"arithmetic": {"n": 2, "problems": 2}}
-    rows = [{"shape": [], "settings": {"data": data, "max_new_tokens": 9}}]
+    rows = [{"shape": [], "settings": {"data": data, "max_new_tokens": 9, "weights": "abc"}}]
     rows += [dict(data="arithmetic", index=i, sample=j, gold="7", completion="",
                   answer="7" if i else None, correct=i == 1, formatted=j == 0, tokens=3,
                   finish="stop", level=None, subject=None) for i in range(2) for j in range(2)]
@@ -89,7 +90,7 @@ def test_the_grid_is_done_once(tmp_path, arguments):
                 "maj@2": 0.5, "format_logp": -0.25, "entropy_end": 0.3, "entropy_worst": 0.9,
                 "format_worst": 0.2, "protected": 0.035, "filtered": 0.0625, "seconds": 4.0}
     assert {k: row[k] for k in expected} == pytest.approx(expected)
-    assert row["settings"] == compare.SETTINGS
+    assert row["settings"] == compare.SETTINGS["arithmetic"] and row["weights"] == "abc"
 
 
 def test_results_of_other_settings_are_refused(tmp_path, arguments, monkeypatch):
@@ -99,12 +100,14 @@ def test_results_of_other_settings_are_refused(tmp_path, arguments, monkeypatch)
         compare.main(arguments)
 
 
-@pytest.mark.parametrize("seeds", [0, -1])
-def test_no_seeds_are_refused(seeds, arguments, capsys):
-    """Regression: nothing was done, with exit code 0."""
+@pytest.mark.parametrize("flag, says", [
+    ("--seeds=0", "at least 1 is needed"), ("--seeds=-1", "at least 1 is needed"),
+    ("--task=word_problems", "--model=DIR"), ("--model=DIR", "belong together")])
+def test_what_cannot_be_run_is_refused(flag, says, arguments, capsys):
+    """Regression: without seeds nothing was done, with exit code 0."""
     with pytest.raises(SystemExit, match="2"):
-        compare.main([*arguments, f"--seeds={seeds}"])
-    assert f"--seeds={seeds}: at least 1 is needed" in capsys.readouterr().err
+        compare.main([*arguments, flag])
+    assert says in capsys.readouterr().err
 
 
 def test_a_failed_run_is_named_and_tried_again(tmp_path, arguments, capsys, monkeypatch):
@@ -151,6 +154,50 @@ def test_train_takes_the_commands():
     del differ["sft"], differ["gtpo"], differ["grpo_no_std"]    # scale is none before algo's parts
     assert differ == {"gtpo_no_conflict": {"conflict"}, "gtpo_no_filter": {"entropy_filter"},
                       "gtpo_gamma0": {"gamma"}, "grpo": {"algo"}, "grpo_kl": {"algo", "beta"}}
+
+
+def test_train_takes_the_commands_of_another_task_and_rule():
+    a = compare.parse(["--task=word_problems", "--model=DIR"])
+    for name, program in (("grpo", [f"{ROOT}/train.py"]),
+                          ("prefix_only", ["-m", "experiments.variants", "prefix_only"])):
+        words = compare.commands(a, name, 1e-5, 0)[0][1:]
+        assert words[:len(program)] == program
+        words = words[len(program):]
+        c = read_config(train.TrainConfig, words, bare={"resume": "yes"})[0]
+        assert c.data == "word_problems" and c.dtype == "bfloat16" and c.sft_steps == 0
+    assert "--model=DIR" in compare.commands(a, "sft", None, 0)[0]
+
+
+# Conflict weights by hand. Ids of a good completion, a bad one, and one with advantage 0: the first
+# two begin with 1 2 and end with 9 8.
+WEIGHTS = {"protect_only": [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]],
+           "amplify_only": [[2, 2, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]],
+           "double_good": [[2, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1]],
+           "prefix_only": [[2, 2, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]],
+           "suffix_only": [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 0, 0]]}
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_other_conflict_rules(name):
+    ids = torch.tensor([[1, 2, 3, 9, 8, 0], [1, 2, 4, 5, 9, 8], [1, 2, 3, 9, 8, 0]])
+    mask = torch.arange(6) < torch.tensor([[5], [6], [5]])
+    found = variants.VARIANTS[name](ids, mask, torch.tensor([1.0, -1.0, 0.0]))
+    assert found.tolist() == [*WEIGHTS[name], [1, 1, 1, 1, 1, 0]]
+    nothing = variants.VARIANTS[name](ids, torch.zeros_like(mask), torch.tensor([1.0, -1.0, 0.0]))
+    assert not nothing.any()
+
+
+def test_train_runs_with_another_rule(small, tmp_path, monkeypatch):
+    """Two steps with amplify_only end at other weights than two of GTPO."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "conflict_weights", train.conflict_weights)  # put back afterwards
+    flags = [*small, "--sft_steps=0", "--steps=2", "--eval_problems=0"]
+    assert train.main([*flags, "--out=gtpo"]) == 0
+    assert variants.main(["double_good", *flags, "--out=double"]) == 0
+    ends = [GPT.from_pretrained(f"{out}/model").state_dict() for out in ("gtpo", "double")]
+    assert not all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    with pytest.raises(ValueError, match="the first word must be one of protect_only"):
+        variants.main(["--steps=2"])
 
 
 def test_format_logp_is_that_of_the_tags(tmp_path):
