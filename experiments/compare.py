@@ -58,10 +58,10 @@ def folder_of(a, algorithm, rate, seed):
     return os.path.join(a.out, name)
 
 
-def commands(a, algorithm, rate, seed):
+def commands(a, algorithm, rate, seed, folder=None):
     """The train.py and the eval.py command of a run. The evaluation inside train.py is made as
     small as can be, since eval.py measures."""
-    folder, s = folder_of(a, algorithm, rate, seed), SETTINGS[a.task]
+    folder, s = folder or folder_of(a, algorithm, rate, seed), SETTINGS[a.task]
     program = ["-m", "experiments.variants", algorithm]
     if algorithm not in VARIANTS:
         program = [os.path.join(ROOT, "train.py")]
@@ -180,6 +180,12 @@ def finished(a):
     return rows
 
 
+def add(a, rows, row):
+    """Adds a row to the rows, and writes all of them."""
+    rows.append(row)
+    write_whole(a.results, lambda f: f.writelines(json.dumps(row) + "\n" for row in rows))
+
+
 def parse(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,14 +219,14 @@ def main(argv):
     os.makedirs(os.path.dirname(os.path.abspath(a.results)), exist_ok=True)
     for run in tqdm([run for run in warm_ups + runs if run not in done], unit="run"):
         try:
-            rows.append(do_run(a, *run))
+            row = do_run(a, *run)
         except (RuntimeError, ValueError, OSError) as e:
             failed += 1
             tqdm.write(f"failed: {folder_of(a, *run)}: {e}", file=sys.stderr)
             if run in warm_ups:                         # all runs of this seed begin with it
                 break
-            continue
-        write_whole(a.results, lambda f: f.writelines(json.dumps(row) + "\n" for row in rows))
+        else:
+            add(a, rows, row)
     return int(failed > 0)
 
 
