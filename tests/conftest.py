@@ -117,10 +117,10 @@ def refused(cwd, flags, *says):
     assert "Traceback" not in text and all(part in message for part in says), text
 
 
-def start(cwd, flags, processes=1, change=None):
-    """Starts the command in forks of this process, which has imported torch already: one, or
-    several with the variables that torchrun sets. change(rank) is called in each before it begins.
-    Output goes to CWD/RANK.log. Returns the processes."""
+def start(cwd, flags, processes=1, change=None, main=train.main):
+    """Starts a command in forks of this process, which has imported torch already: one, or several
+    with the variables that torchrun sets. change(rank) is called in each before it begins. Output
+    goes to CWD/RANK.log. Returns the processes."""
     import torch._dynamo  # noqa: F401 (optimizers do, for a second: once here, not in each fork)
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -138,7 +138,7 @@ def start(cwd, flags, processes=1, change=None):
                                   WORLD_SIZE=str(processes))
             if change:
                 change(rank)
-            code = command(train.main, flags)
+            code = command(main, flags)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -1,13 +1,12 @@
 """eval.py: estimators, figures, sampling by a scripted sampler, the command on a tiny model."""
+import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
-import socket
-import subprocess
 import sys
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +16,15 @@ import pytest
 import torch
 
 import eval as ev
+from conftest import finish, start, write_rows
 from data import Problem
-from lib.arithmetic import make_tiny_model
+from lib.arithmetic import make_tiny_model, write_byte_tokenizer
 from lib.run import command as exit_code
 from model import GPT
 from sample import Samples, pad
+from tokenizer import Tokenizer
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-END = 0
+END = 269
 GOOD, BARE = "<reasoning>r</reasoning>\n<answer>7</answer>", "<answer>7</answer>"
 
 
@@ -134,29 +134,21 @@ def test_published_figures_stand_beside_a_model_of_that_shape(name, shape, known
 
 # ---- sampling, with a scripted sampler -----------------------------------------------------------
 
-class CharTokenizer:
-    """A token is a character."""
-    eos_ids, pad_id, has_chat_template = (END,), END, False
-
-    def encode(self, text, allow_special=False):
-        assert len(text) < 10000, "an absurd text was encoded"
-        return [ord(c) for c in text]
-
-    def chat_ids(self, messages, add_generation_prompt):
-        return self.encode(messages[-1]["content"])
-
-    def decode(self, ids):
-        assert END not in ids
-        return "".join(map(chr, ids))
+@functools.cache
+def byte_tokenizer():
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(folder)
+        return Tokenizer.from_pretrained(folder)
 
 
 @pytest.fixture
 def script(monkeypatch):
     """script(write) makes a sampler of write(prompt, its noise (L,)) -> (completion, whether an
-    end token ends it), which obeys `stop`. -> list of the batches of prompts, as they come"""
+    end token ends it), which obeys `stop`; a byte is a token. -> list of the batches of prompts"""
     def scripted(write):
         def sample(model, prompts, G, L, temperature, top_p, eos_ids, noise, stop):
-            P, asked, rows, finished = len(prompts), [bytes(p).decode() for p in prompts], [], []
+            P, rows, finished = len(prompts), [], []
+            asked = list(map(byte_tokenizer().decode, prompts))
             batches.append(asked)
             assert noise.shape == (P, G, L) and eos_ids == (END,) and not model.training
             for p, g in itertools.product(range(P), range(G)):
@@ -185,14 +177,17 @@ def tiny_module(window=512):
     return module
 
 
+PLAIN = {"system_prompt": "", "prompt_style": "plain"}
+
+
 def evaluate(problems, model=None, **settings):
-    return ev.evaluate(model or tiny_module(), CharTokenizer(), problems, 4, [1, 4], 64,
-                       system_prompt="", **settings)
+    return ev.evaluate(model or tiny_module(), byte_tokenizer(), problems, 4, [1, 4], 64,
+                       **PLAIN | settings)
 
 
 def rows_by_sampling(problems, n=4, model=None, **settings):
-    groups = ev.sample_problems(model or tiny_module(), CharTokenizer(), problems, n, 64,
-                                system_prompt="", **settings)
+    groups = ev.sample_problems(model or tiny_module(), byte_tokenizer(), problems, n, 64,
+                                **PLAIN | settings)
     return list(itertools.chain(*groups))
 
 
@@ -236,10 +231,9 @@ def test_what_is_graded_and_saved(script, question, text, graded, answer):
     assert (row["completion"], row["answer"], row["finish"]) == (graded, answer, "stop")
 
 
-def test_a_chat_prompt_ends_with_an_end_token_alone(script, monkeypatch):
-    monkeypatch.setattr(CharTokenizer, "has_chat_template", True)
+def test_a_chat_prompt_ends_with_an_end_token_alone(script):
     script(lambda prompt, noise: (BARE + "<answer>2</answer>", False))
-    (row,) = rows_by_sampling([Problem("q", "7")], n=1)
+    (row,) = rows_by_sampling([Problem("q", "7")], n=1, prompt_style="chat")
     assert row["answer"] == "2" and row["finish"] == "length"
 
 
@@ -309,9 +303,9 @@ def command(model_folder, tmp_path, monkeypatch, capsys):
     """Runs eval.py in an empty folder -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     problems = ("1+1?", "2"), ("12+30?", "42"), ("5?", "5"), ("7+8=?", "15"), ("x" * 60, "1")
-    rows = [{"question": question, "answer": answer, "level": f"Level {i % 2 + 1}"}
-            for i, (question, answer) in enumerate(problems)]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("p.jsonl"), [{"question": question, "answer": answer,
+                                  "level": f"Level {i % 2 + 1}"}
+                                 for i, (question, answer) in enumerate(problems)])
 
     def run(*flags, base=(f"--model={model_folder}", *SMALL, "--out=o.jsonl")):
         monkeypatch.setattr(sys, "argv", ["eval.py", *base, *flags])
@@ -354,13 +348,6 @@ def test_command_goes_on_after_a_kill(command, monkeypatch):
         del sampled[:]
         code, out, err = command()
         assert code == 0 and FILE.read_bytes() == whole and len(sampled) == missing, err
-
-
-def test_command_refuses_variables_that_the_template_is_given_anyway(command):
-    """Regression: a TypeError."""
-    for name in ("self", "messages", "add_generation_prompt"):
-        code, out, err = command(f'--template_variables={{"{name}": 1}}')
-        assert code == 2 and err.startswith(f"error: template_variables: {name!r} cannot be set")
 
 
 def test_command_refuses_a_file_of_other_settings(command):
@@ -473,7 +460,8 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
     ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
     ("--few_shot=4", "system_prompt"), ("--out=.", ".: is a folder; give a file"),
-    ("--rescore=.", ".: is a folder; give a file"),
+    ("--rescore=.", ".: is a folder; give a file"), ("--seed=-1", "seed=-1: should be >= 0"),
+    ('--template_variables={"messages":1}', "template_variables: 'messages' cannot be set"),
     ("--out=p.jsonl/o.jsonl", "p.jsonl/o.jsonl: cannot be written to")])
 def test_wrong_usage_is_one_message(command, flags, says):
     code, out, err = command(*flags.split())
@@ -498,26 +486,15 @@ def test_preset_paper(command, monkeypatch, flags, plan):
     assert code == 0 and {name: spec["n"] for name, spec in data.items()} == plan, err
 
 
-def test_two_real_processes_give_the_file_of_one(command, model_folder, monkeypatch):
+def test_two_real_processes_give_the_file_of_one(command, model_folder, tmp_path):
     """As torchrun starts them; they go on where one was killed, three problems for two. (A process
     read the file while the first one already wrote to it.)"""
     code, out, err = command("--out=alone.jsonl")
     assert code == 0, err
     alone = Path("alone.jsonl").read_bytes()
     Path("both.jsonl").write_bytes(b"".join(alone.splitlines(keepends=True)[:7]))
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = str(s.getsockname()[1])
-    for name, value in (("OMP_NUM_THREADS", "1"), ("WORLD_SIZE", "2"), ("MASTER_PORT", port),
-                        ("MASTER_ADDR", "localhost"), ("RANK", "1")):
-        monkeypatch.setenv(name, value)
     flags = [f"--model={model_folder}", *SMALL, "--out=both.jsonl", "--batch_prompts=1"]
-    other = subprocess.Popen([sys.executable, os.path.join(ROOT, "eval.py"), *flags],
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    monkeypatch.setenv("RANK", "0")  # this process is the first one
-    code, out0, err = command(*flags, base=())
-    out1, err1 = other.communicate(timeout=120)
-    assert (code, other.returncode, out1) == (0, 0, ""), err + err1
-    assert Path("both.jsonl").read_bytes() == alone and "has those of 1 problems" in out0
+    logs = finish(tmp_path, start(tmp_path, flags, 2, main=ev.main))
+    assert Path("both.jsonl").read_bytes() == alone and "has those of 1 problems" in logs
     table = slice(out.index("p.jsonl: 5"), out.index("tokens in") - 8)
-    assert out[table] in out0
+    assert out[table] in logs and not Path("1.log").read_text()
