@@ -1,6 +1,7 @@
 """train.py on several processes (gloo, CPU): they learn what one learns, go on exactly, and end
 together when one fails."""
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import train
 from conftest import (OUT, assert_close_rows, checkpoint, finish, largest_difference, learned,
                       metrics, rl_rows, start, stop_at, weights)
+from lib import training
 from sample import Samples
 
 SMALLEST = ["--sft_steps=1", "--steps=1"]
@@ -108,16 +110,31 @@ def test_no_process_enters_a_collective_alone(whole):
     assert len(set(entered)) == 1 and set(entered[0].split()) == set(COLLECTIVES)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_resume_exactly(small, whole, tmp_path, processes):
-    """Stopped in RL by a signal to one of them, the same bits. DistributedDataParallel sorts its
-    buckets anew after its first backward, which on three processes and more is another order of
-    additions."""
+def stop_in_the_last_evaluation(rank):
+    real, calls = training.evaluate, []
+
+    def evaluate(*arguments, **more):
+        calls.append(1)
+        if len(calls) == 3 and rank == 1:  # behind those before and during RL
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **more)
+    training.evaluate = evaluate
+
+
+@pytest.mark.parametrize("processes, change, step", [
+    (2, stop_at(4, on_rank=1), 4), (4, stop_at(4, on_rank=1), 4),
+    (2, stop_in_the_last_evaluation, 6)])
+def test_several_processes_resume_exactly(small, whole, tmp_path, processes, change, step):
+    """Stopped by a signal to one of them, the same bits. DistributedDataParallel sorts its buckets
+    anew after its first backward, which on three processes and more is another order of additions.
+    In the last evaluation a signal was told and did nothing."""
     flags = [*small, *FLAGS]
-    stopped = start(tmp_path, flags, processes, stop_at(4, on_rank=1))
-    finish(tmp_path, stopped, [143] * processes)
-    assert checkpoint(tmp_path / OUT)["step"] == 4
-    assert "resumed at step 4" in finish(tmp_path, start(tmp_path, [*flags, "--resume"], processes))
+    logs = finish(tmp_path, start(tmp_path, flags, processes, change), [143] * processes)
+    assert f"stopped after step {step - 1}; the same command" in logs
+    assert checkpoint(tmp_path / OUT)["step"] == step
+    assert {row.get("label") for row in metrics(tmp_path / OUT)}.isdisjoint({"after"})
+    logs = finish(tmp_path, start(tmp_path, [*flags, "--resume"], processes))
+    assert f"resumed at step {step}" in logs
     assert learned(tmp_path / OUT) == learned(whole[processes])
     ends = [checkpoint(folder)["model"] for folder in (tmp_path / OUT, whole[processes])]
     assert largest_difference(*ends) == 0

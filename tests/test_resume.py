@@ -18,7 +18,7 @@ KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
 
 
 @pytest.mark.parametrize("flags, stop_after, number", [
-    ([], 1, signal.SIGINT), ([], 2, signal.SIGTERM), ([], 4, signal.SIGTERM),
+    ([], 1, signal.SIGINT), ([], 2, signal.SIGTERM), ([], 4, signal.SIGHUP),
     (KL, 4, signal.SIGINT), ([*KL, "--lora_rank=2", "--compile"], 4, signal.SIGTERM)])
 def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, flags, stop_after,
                                                   number):

@@ -58,9 +58,10 @@ def test_an_update_that_is_not_finite_changes_nothing(gradient, loss):
     model = torch.nn.ParameterList([p])
     optimizer = train.make_optimizer(model)
     p.grad = torch.full((2, 2), float(gradient))
-    norm = train.update(SimpleNamespace(optimizer=optimizer), 1e-2, 1.0, loss)
+    run = SimpleNamespace(optimizer=optimizer, bad_in_a_row=0, skipped_updates=4)
+    norm = train.update(run, 1e-2, 1.0, loss)
     assert not math.isfinite(norm) and torch.equal(p, torch.ones(2, 2)) and p.grad is None
-    assert not optimizer.state
+    assert not optimizer.state and (run.bad_in_a_row, run.skipped_updates) == (1, 5)
 
 
 def test_a_learning_rate_of_1e_6_moves_the_weights():
