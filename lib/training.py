@@ -324,10 +324,11 @@ def restore(run, state, changed):
 def begin(run, changed):
     """Writes the first files of a run, or says how it goes on (`changed`: what is otherwise)."""
     c, output = run.c, run.output
-    if run.step:
-        run.say("\n  ".join([f"resumed at step {run.step}", *changed]))
-    elif c.resume != "no":
-        run.say("\n  ".join([f"{c.out} has no checkpoint: starting at step 0", *changed]))
+    if c.resume != "no":
+        where = f"resumed at step {run.step}"
+        if not run.step:
+            where = f"{c.out} has no checkpoint: starting at step 0"
+        run.say("\n  ".join([where, *changed]))
     if not run.step:
         output.clear()
     output.open_log(run.step)

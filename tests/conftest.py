@@ -197,6 +197,18 @@ def stopped(count, number=signal.SIGTERM):
         train.update = real
 
 
+def spied(monkeypatch, module, name):
+    """A list to which each call of that function adds (its arguments, its result)."""
+    calls, real = [], getattr(module, name)
+
+    def spy(*arguments, **more):
+        result = real(*arguments, **more)
+        calls.append((arguments, result))
+        return result
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
 # ---- what they leave -----------------------------------------------------------------------------
 
 def metrics(folder):

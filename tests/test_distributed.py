@@ -193,6 +193,7 @@ def test_a_process_that_fails_in_the_middle_ends_the_others(small, tmp_path):
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     assert "error: sample: only here" in logs[1] and "another process ended" in logs[0]
     assert "Traceback" not in "".join(logs)
+    assert checkpoint(tmp_path / OUT)["step"] == 1  # the end of the warm-up is kept
 
 
 def test_a_loss_that_is_not_finite_on_one_process_skips_the_update_on_all(small, tmp_path):

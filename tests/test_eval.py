@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import eval as ev
-from conftest import finish, start, write_rows
+from conftest import finish, spied, start, write_rows
 from data import Problem
 from lib.arithmetic import make_tiny_model, write_byte_tokenizer
 from lib.run import command as exit_code
@@ -76,8 +76,7 @@ def test_maj_counts_equal_readable_answers_among_the_first_k(answers, gold, k, r
 
 def test_maj_compares_spellings_not_answers(monkeypatch):
     """10,000 answers in 20 spellings: at most 20 * 19 / 2 comparisons, and one with the gold."""
-    calls, equal = [], ev.answers_equal
-    monkeypatch.setattr(ev, "answers_equal", lambda a, b: calls.append(1) or equal(a, b))
+    calls = spied(monkeypatch, ev, "answers_equal")
     assert ev.maj_at_k([str(i % 20) for i in range(10000)] + ["7"], "7", 10001) == 1.0
     assert len(calls) <= 191
 
@@ -338,15 +337,14 @@ def test_command_writes_completions_and_a_table(command):
 def test_command_goes_on_after_a_kill(command, monkeypatch):
     """Wherever the file was cut, it becomes the very same one; only what is missing is sampled."""
     assert command()[0] == 0
-    whole, sampled, sample = FILE.read_bytes(), [], ev.sample
-    monkeypatch.setattr(ev, "sample", lambda model, prompts, *args, **settings:
-                        sampled.extend(prompts) or sample(model, prompts, *args, **settings))
+    whole, calls = FILE.read_bytes(), spied(monkeypatch, ev, "sample")
     ends = [at for at, byte in enumerate(whole) if byte == 10]
     for keep, missing in ((len(whole), 0), (ends[8] + 1, 2), (ends[8] - 5, 3), (ends[8] + 20, 2),
                           (ends[0] + 1, 4)):
         FILE.write_bytes(whole[:keep])
-        del sampled[:]
+        calls.clear()
         code, out, err = command()
+        sampled = [prompt for (_, prompts, *_), _ in calls for prompt in prompts]
         assert code == 0 and FILE.read_bytes() == whole and len(sampled) == missing, err
 
 

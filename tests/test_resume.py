@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-import train
 from conftest import (OUT, ROOT, checkpoint, largest_difference, learned, metrics, refused, rl_rows,
                       run, stopped, tree, write_rows)
 from data import held_out, load_problems
@@ -39,29 +38,12 @@ def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, 
     assert not any("_orig_mod" in name for name in ends[0])
 
 
-def test_the_end_of_the_warm_up_is_kept(small, tmp_path, monkeypatch):
-    def sample(*arguments, **more):
-        raise ValueError("broken")
-    with monkeypatch.context() as m:
-        m.setattr(train, "sample", sample)
-        refused(tmp_path, [*small, "--sft_steps=2", "--steps=1", "--eval_problems=0"], "broken")
-    assert checkpoint(tmp_path / OUT)["step"] == 2
-    assert "resumed at step 2" in run(tmp_path, "--resume")
-
-
 def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(done):
     """It used to evaluate again and to write a second row "after"."""
     cwd, flags, _ = done
     before = tree(cwd / OUT)
     assert "is finished: all 5 steps" in run(cwd, *flags, "--resume")
     assert tree(cwd / OUT) == before
-
-
-def test_resume_without_a_checkpoint_starts_and_says_so(small, tmp_path):
-    for name, word in (("a", "--resume"), ("b", "--resume=auto")):
-        text = run(tmp_path, *small, "--sft_steps=0", "--steps=1", f"--out={name}", word)
-        assert f"{name} has no checkpoint: starting at step 0" in text
-        assert 'resume = "no"' in (tmp_path / name / "config.toml").read_text()
 
 
 def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
@@ -122,7 +104,7 @@ def test_a_new_run_deletes_nothing_of_the_users_own(small, tmp_path):
     (tmp_path / "mine/config.toml").write_text("# my preset\n")
     (tmp_path / "mine/model/notes.txt").write_text("precious")
     for word in ([], ["--resume"]):
-        refused(tmp_path, [*small, "--out=mine", *word], "model, config.toml, which a new run would")
+        refused(tmp_path, [*small, "--out=mine", *word], "model, config.toml, which a new run")
     assert (tmp_path / "mine/model/notes.txt").read_text() == "precious"
     assert (tmp_path / "mine/config.toml").read_text() == "# my preset\n"
 
@@ -133,7 +115,8 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
     cwd, flags, _ = done
     shutil.copytree(cwd / OUT, tmp_path / "run")
     os.rename(tmp_path / "run/ckpt.pt", tmp_path / "ckpt.pt")
-    refused(tmp_path, [*flags, "--out=run", "--resume"], "a run whose ckpt.pt is gone", "--overwrite")
+    refused(tmp_path, [*flags, "--out=run", "--resume"], "a run whose ckpt.pt is gone",
+            "--overwrite")
     os.rename(tmp_path / "ckpt.pt", tmp_path / "run/ckpt.pt")
     os.remove(tmp_path / "run/config.toml")
     refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"], "run/config.toml is gone")
@@ -141,12 +124,14 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
 
 def test_a_run_without_a_checkpoint_starts_again_with_its_own_settings(small, tmp_path):
     """It took the settings of the second command line, and did not say so."""
-    run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a")
+    flags = [*small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a", "--resume=auto"]
+    assert "a has no checkpoint: starting at step 0\n" in run(tmp_path, *flags)
     os.remove(tmp_path / "a/ckpt.pt")
     shutil.rmtree(tmp_path / "a/model")
     text = run(tmp_path, "--out=a", "--resume", "--seed=1")
     assert "no checkpoint: starting at step 0\n  seed is 1, it was 0\n" in text
-    assert "gamma = 0.3\nconflict" in (tmp_path / "a/config.toml").read_text()
+    config = (tmp_path / "a/config.toml").read_text()
+    assert "gamma = 0.3\nconflict" in config and 'resume = "no"' in config
 
 
 def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, small_folder, tmp_path):
@@ -155,9 +140,8 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     shutil.copytree(small_folder / "model", tmp_path / "model")
     rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "solution": "so"} for i in range(15)]
     write_rows(tmp_path / "p.jsonl", rows)
-    flags = [*small, "--sft_steps=0", "--steps=1", "--model=model", "--data=p.jsonl", "--lora_rank=2",
-             "--out=a"]
-    run(tmp_path, *flags)
+    run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--model=model", "--data=p.jsonl",
+        "--lora_rank=2", "--out=a")
     write_rows(tmp_path / "p.jsonl", [row | {"answer": "7"} for row in rows])
     refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "other problems than then",
             "steps is 2, it was 1")
@@ -165,7 +149,7 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     model = GPT.from_pretrained(tmp_path / "model")
     model.model.norm.weight.data += 1
     model.save_pretrained(tmp_path / "model")
-    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "the weights below the adapter are others")
+    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "weights below the adapter are others")
 
 
 def test_a_finished_run_that_goes_on_keeps_its_evaluation(done, tmp_path):

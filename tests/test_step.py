@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from conftest import OUT, largest_difference, rl_rows, run, weights
+from conftest import OUT, largest_difference, rl_rows, run, spied, weights
 from data import demonstration, load_problems, plain_end
 from model import GPT
 from rewards import reward_parts
@@ -92,22 +92,16 @@ def test_demonstrations_of_the_demo_are_imperfect_the_others_as_they_are(small_f
 # ---- one step against a slow one -----------------------------------------------------------------
 
 def record(monkeypatch):
-    """The prompts and samples of each rollout, the parameters and gradients of each update."""
-    seen = SimpleNamespace(rollouts=[], updates=[])
-    sample, update = train.sample, train.update
-
-    def sampling(model, prompts, *arguments, **more):
-        seen.rollouts.append((prompts, sample(model, prompts, *arguments, **more)))
-        return seen.rollouts[-1][1]
+    """The parameters and gradients of each update."""
+    updates, update = [], train.update
 
     def updating(run, *arguments):
         params = dict(run.model.named_parameters())
-        seen.updates.append(({name: p.detach().clone() for name, p in params.items()},
-                             {name: p.grad.clone() for name, p in params.items()}))
+        updates.append(({name: p.detach().clone() for name, p in params.items()},
+                        {name: p.grad.clone() for name, p in params.items()}))
         return update(run, *arguments)
-    monkeypatch.setattr(train, "sample", sampling)
     monkeypatch.setattr(train, "update", updating)
-    return seen
+    return updates
 
 
 def conflict_run(group, advantages, i):
@@ -202,17 +196,17 @@ def test_one_step_is_the_slow_one(small, small_folder, tmp_path, monkeypatch, al
     """Golden: rewards, advantages, weights, gradients, AdamW and the row of one rollout, by hand
     from the formulas, each sequence alone: a mean of means, scoring at another temperature, a
     reference that moves, a wrong mask show here. kept and conflict are measured for GRPO, too."""
-    seen = record(monkeypatch)
+    updates, rollouts = record(monkeypatch), spied(monkeypatch, train, "sample")
     run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--eval_problems=0", f"--algo={algo}",
         "--temperature=1.2", "--seed=2", "--learning_rate=0.01", "--entropy_threshold=0.8", *flags)
-    (prompts, samples), = seen.rollouts
+    ((_, prompts, *_), samples), = rollouts
     tokenizer = Tokenizer.from_pretrained(small_folder / "model")
     model = GPT.from_pretrained(small_folder / "model")
     with torch.no_grad():
         rows, figures = slow_rollout(model, tokenizer, prompts, samples, algo)
     row, = rl_rows(tmp_path / OUT)
     losses, norms = [], []
-    for params, gradients in seen.updates:
+    for params, gradients in updates:
         model.load_state_dict(params)
         loss = slow_loss(model, rows, epsilon, beta)
         slow = torch.autograd.grad(loss, [model.get_parameter(name) for name in params])
@@ -220,8 +214,8 @@ def test_one_step_is_the_slow_one(small, small_folder, tmp_path, monkeypatch, al
         assert largest_difference(gradients, dict(zip(params, slow))) < 1e-5 * largest
         losses.append(loss.item())
         norms.append(torch.cat([g.flatten() for g in slow]).norm().item())
-    first, last = seen.updates[0][0], weights(tmp_path / OUT / "model")
-    updated = {name: adamw(p, [(g[name], norm) for (_, g), norm in zip(seen.updates, norms)], 0.01)
+    first, last = updates[0][0], weights(tmp_path / OUT / "model")
+    updated = {name: adamw(p, [(g[name], norm) for (_, g), norm in zip(updates, norms)], 0.01)
                for name, p in first.items()}
     assert largest_difference(updated, last) < 1e-6 < 1e-3 < largest_difference(first, last)
 
