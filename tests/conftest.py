@@ -100,12 +100,12 @@ def small(small_folder):
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-def run(cwd, *flags, code=0):
-    """Runs the command in this process, in the folder cwd. Returns what it printed; its exit code
+def run(cwd, *flags, code=0, main=train.main):
+    """Runs a command in this process, in the folder cwd. Returns what it printed; its exit code
     must be `code`."""
     with (contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as text,
           contextlib.redirect_stderr(text)):
-        got = command(train.main, flags)
+        got = command(main, flags)
     assert got == code, text.getvalue()
     return text.getvalue()
 
