@@ -9,8 +9,6 @@ import pytest
 
 from conftest import (OUT, ROOT, checkpoint, largest_difference, learned, metrics, refused, rl_rows,
                       run, stopped, tree, write_rows)
-from data import held_out, load_problems
-from lib.arithmetic import make_tiny_model
 from model import GPT
 
 KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
@@ -46,11 +44,14 @@ def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(done):
     assert tree(cwd / OUT) == before
 
 
-def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
-    """The preset of then, or the defaults, silently took the place of what the run began with."""
+def test_a_finished_run_goes_on_with_its_own_settings_and_flags_win(done, tmp_path):
+    """The preset of then, or the defaults, silently took the place of what the run began with. 3 of
+    10 held-out questions had been trained on: heldout.jsonl was written anew. The row of the last
+    evaluation was cut off with what a kill leaves behind."""
     cwd, flags, _ = done
     shutil.copytree(cwd / OUT, tmp_path / "moved")
     (tmp_path / "preset.toml").write_text("out = 'moved'\ngroup_size = 7\nsteps = 99\n")
+    (tmp_path / "moved/heldout.jsonl").write_text("as it was")
     text = run(tmp_path, "preset.toml", "--resume", "--steps=4", "--gamma=0.5")
     lines = text.split("resumed at step 5\n")[1].split("\n\n")[0].splitlines()
     assert lines == ["  steps is 4, it was 3", "  gamma is 0.5, it was 0.1"]
@@ -58,22 +59,9 @@ def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
     assert "group_size = 4\n" in config and "steps = 4\n" in config and "gamma = 0.5" in config
     assert [row["step"] for row in rl_rows(tmp_path / "moved")] == [2, 3, 4, 5]
     assert sorted(os.listdir(tmp_path)) == ["moved", "preset.toml"]
-
-
-def test_resume_refuses_what_would_be_another_run(done, tmp_path):
-    cwd, flags, _ = done
-    make_tiny_model(str(tmp_path / "other"), 0)
-    write_rows(tmp_path / "other.jsonl", [{"question": f"{i}?", "answer": "1", "solution": "no"}
-                                          for i in range(15)])
-    before = tree(cwd / OUT)
-    for flag, says in ((f"--data={tmp_path}/other.jsonl", ["other problems than then"]),
-                       ("--seed=1", ["seed was 0 then and is 1 now"]),
-                       ("--sft_steps=3", ["sft_steps was 2 then and is 3 now"]),
-                       ("--lora_rank=2", ["lora_A", "missing in the checkpoint"]),
-                       (f"--model={tmp_path}/other", ["tensor 'model.embed_tokens.weight' is",
-                                                      "32) in the checkpoint", "128) in this"])):
-        refused(cwd, [*flags, "--resume", "--steps=9", flag], f"{OUT}/ckpt.pt", *says)
-        assert tree(cwd / OUT) == before
+    assert (tmp_path / "moved/heldout.jsonl").read_text() == "as it was"
+    old, new = metrics(cwd / OUT), metrics(tmp_path / "moved")
+    assert new[: len(old)] == old and [row["label"] for row in (old[-1], new[-1])] == ["after"] * 2
 
 
 def test_a_kl_term_that_comes_late_is_refused_where_its_reference_is_lost(small, tmp_path):
@@ -84,18 +72,6 @@ def test_a_kl_term_that_comes_late_is_refused_where_its_reference_is_lost(small,
             run(tmp_path, *flags, *more, f"--out=a{len(more)}", code=143)
     run(tmp_path, "--out=a0", "--resume", "--beta=0.1")
     refused(tmp_path, ["--out=a1", "--resume", "--beta=0.1"], "needs the adapter as it was")
-
-
-def test_problems_held_out_of_a_file_are_kept_beside_the_run(done, small_folder):
-    """3 of 10 held-out questions had been trained on: a resumed run wrote the file anew."""
-    cwd, flags, text = done
-    everything = load_problems(small_folder / "problems.jsonl")
-    apart = load_problems(cwd / OUT / "heldout.jsonl")
-    assert apart == held_out(everything, 2)[1] and "13 problems" in text
-    run(cwd, *flags, "--out=other", "--resume", "--overwrite=false", "--steps=1")
-    (cwd / "other/heldout.jsonl").write_text("as it was")
-    run(cwd, "--out=other", "--resume", "--steps=2")
-    assert (cwd / "other/heldout.jsonl").read_text() == "as it was"
 
 
 def test_a_new_run_deletes_nothing_of_the_users_own(small, tmp_path):
@@ -150,16 +126,6 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     model.model.norm.weight.data += 1
     model.save_pretrained(tmp_path / "model")
     refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "weights below the adapter are others")
-
-
-def test_a_finished_run_that_goes_on_keeps_its_evaluation(done, tmp_path):
-    """The row of the last evaluation was cut off with what a kill leaves behind."""
-    cwd, flags, _ = done
-    shutil.copytree(cwd / OUT, tmp_path / "run")
-    before = [row for row in metrics(tmp_path / "run") if row.get("label") == "after"]
-    run(tmp_path, "--out=run", "--resume", "--steps=4")
-    after = [row for row in metrics(tmp_path / "run") if row.get("label") == "after"]
-    assert len(before) == 1 and after[0] == before[0] and [row["step"] for row in after] == [5, 6]
 
 
 def test_a_reader_who_goes_away_does_not_end_the_run(small, tmp_path):

@@ -113,20 +113,28 @@ def test_the_screen_says_what_is_done(demo):
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--overwrite=false"], f"{OUT} already holds a run: --resume goes on with it; --out=OTHER "
-     "starts another beside it, --overwrite deletes it"),
-    (["--model=/nowhere"], "/nowhere"), (["--data=/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--max_new_tokens=5000"], "positions"), (["--data=gsm9k"], "gsm8k"),
-    (["--max_prompt_tokens=2"], "usable prompts"), (["--prompts_per_step=50"], "50 are needed"),
-    ([f"--model={OUT}/model"], f"model={OUT}/model lies in the output folder"),
-    ([f"--eval_data={OUT}/heldout.jsonl"], "eval_data="), (["--adapter=/none"], "/none"),
-    (["--max_prompt_tokens=10", "--max_new_tokens=8"], "demonstrations are longer"),
-    (["--lerning_rate=1"], "learning_rate"), (["--eval_problems=15"], "cannot hold out")])
+    ("", f"{OUT} already holds a run: --resume goes on with it; --out=OTHER starts another beside "
+     "it, --overwrite deletes it"),
+    ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --data=gsm9k", "gsm8k"),
+    ("--overwrite --data=/nowhere.jsonl", "/nowhere.jsonl"),
+    ("--overwrite --adapter=/none", "/none"), ("--overwrite --max_new_tokens=5000", "positions"),
+    ("--overwrite --max_prompt_tokens=2", "usable prompts"),
+    ("--overwrite --prompts_per_step=50", "50 are needed"),
+    (f"--overwrite --model={OUT}/model", f"model={OUT}/model lies in the output folder"),
+    (f"--overwrite --eval_data={OUT}/heldout.jsonl", "eval_data="),
+    ("--overwrite --max_prompt_tokens=10 --max_new_tokens=8", "demonstrations are longer"),
+    ("--overwrite --lerning_rate=1", "learning_rate"),
+    ("--overwrite --eval_problems=15", "cannot hold out"),
+    ("--resume --seed=1", f"{OUT}/ckpt.pt: seed was 0 then and is 1 now"),
+    ("--resume --sft_steps=3", "sft_steps was 2 then and is 3 now"),
+    ("--resume --data=arithmetic --steps=9", "other problems than then to train on; a run keeps "
+     "these; --out=OTHER starts another\n  data is 'arithmetic', it was"),
+    ("--resume --lora_rank=2", "lora_A' is missing in the checkpoint and (2, 32) in this model")])
 def test_nothing_is_deleted_before_all_is_checked(done, flags, says):
     """The old run was deleted first, and the mistake in the new command found then."""
     cwd, start_flags, _ = done
     before = tree(cwd / OUT)
-    refused(cwd, [*start_flags, "--overwrite", *flags], says)
+    refused(cwd, [*start_flags, *flags.split()], says)
     assert tree(cwd / OUT) == before
 
 
@@ -398,6 +406,13 @@ def test_compilation_is_chosen_where_it_pays(monkeypatch):
         monkeypatch.delitem(found, missing)
         assert not compiles("cuda", 200)
         monkeypatch.setitem(found, missing, "there")
+
+
+def test_problems_held_out_of_a_file_are_written_beside_the_run(done, small_folder):
+    cwd, _, text = done
+    everything = load_problems(small_folder / "problems.jsonl")
+    apart = load_problems(cwd / OUT / "heldout.jsonl")
+    assert apart == held_out(everything, 2)[1] and "13 problems" in text
 
 
 def test_problems_of_the_evaluation_leave_the_training_set(small, small_folder, tmp_path):
