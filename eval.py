@@ -111,15 +111,13 @@ def problem_figures(rows, ks):
         return {f"{kind}@{k}": 0.0 for kind in ("pass", "maj") for k in ks}
     n, right = len(rows), sum(row["correct"] for row in rows)
     votes = votes_of([row["answer"] for row in rows])
-    figures = {f"pass@{k}": pass_at_k(n, right, k) for k in ks}
-    for k in ks:
-        winner = majority(votes[:k])
-        figures[f"maj@{k}"] = float(winner is not None and rows[winner]["correct"])
-    figures["format"] = sum(row["formatted"] for row in rows) / n
-    figures["truncated"] = sum(row["finish"] == "length" for row in rows) / n
-    figures["unreadable"] = votes.count(None) / n
-    figures["tokens"] = sum(row["tokens"] for row in rows) / n
-    return figures
+    winners = {k: majority(votes[:k]) for k in ks}
+    return {**{f"pass@{k}": pass_at_k(n, right, k) for k in ks},
+            **{f"maj@{k}": float(winner is not None and rows[winner]["correct"])
+               for k, winner in winners.items()},
+            "format": sum(row["formatted"] for row in rows) / n,
+            "truncated": sum(row["finish"] == "length" for row in rows) / n,
+            "unreadable": votes.count(None) / n, "tokens": sum(row["tokens"] for row in rows) / n}
 
 
 def mean(problems, name):

@@ -456,8 +456,8 @@ def main(argv):
         run = processes.agree(
             lambda: prepare(c, changed, processes, output, signals, make_optimizer),
             lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
-        if not is_finished(run, changed):
-            begin(run, changed)
+        if not is_finished(run):
+            begin(run)
             parallel(run)
             if run.step < c.sft_steps:
                 warm_up(run)

@@ -40,6 +40,7 @@ CHECKPOINT = {"step": int, "model": dict, "optimizer": dict, "processes": int, "
 class Run:
     """What the loops share. `step` counts the updates of the warm-up, then RL steps."""
     c: object  # train.TrainConfig
+    changed: list  # what a resumed run does otherwise than before, a line each
     processes: Processes
     output: Output
     signals: Signals
@@ -68,10 +69,11 @@ class Run:
         """The number of steps of the whole run."""
         return self.c.sft_steps + (self.c.steps if self.c.algo != "sft" else 0)
 
-    def say(self, text):
+    def say(self, text, *more):
+        """Prints a text of the main process; `more`: lines that belong to it."""
         if self.processes.main:
             with contextlib.suppress(OSError):  # nobody reads any more, the run goes on
-                tqdm.write(text)
+                tqdm.write("\n  ".join([text, *more]))
 
     def autocast(self):
         device = self.processes.device
@@ -166,8 +168,7 @@ def check_room(c, config):
 
 def prepare(c, changed, processes, output, signals, make_optimizer):
     """Reads and checks all that a run needs, and writes nothing but the lock, so that a mistake
-    costs nothing. `changed`: what a resumed run does otherwise. ValueError and OSError say what is
-    wrong. -> Run"""
+    costs nothing. ValueError and OSError say what is wrong. -> Run"""
     output.lock()
     state = open_output(c, output)
     folder = source = c.model or output.path("init")
@@ -202,12 +203,12 @@ def prepare(c, changed, processes, output, signals, make_optimizer):
     check_ids(model, tokenizer, prompts)
     asked = repr([(p.question, p.answer, p.messages) for p, _ in prompts]).encode()
     frozen = weights_hash(p for p in model.parameters() if not p.requires_grad)
-    run = Run(c, processes, output, signals, tokenizer, model, prompts,
+    run = Run(c, changed, processes, output, signals, tokenizer, model, prompts,
               demonstrations, eval_problems, system_prompt, skipped,
               hashlib.sha256(asked).hexdigest(), frozen, is_plain(tokenizer, c.prompt_style),
               optimizer=make_optimizer(model))
     if state is not None:
-        restore(run, state, changed)
+        restore(run, state)
     return run
 
 
@@ -285,7 +286,7 @@ def check_ids(model, tokenizer, prompts):
                          f"vocab_size {model.config.vocab_size}: they belong to different models")
 
 
-def restore(run, state, changed):
+def restore(run, state):
     """The run as the checkpoint has it. ValueError names what differs between the two."""
     path, model = run.output.checkpoint, run.model
     then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems}
@@ -295,7 +296,7 @@ def restore(run, state, changed):
             if name == "problems":
                 what = "other problems than then to train on"
             text = f"{path}: {what}; a run keeps these; --out=OTHER starts another"
-            raise ValueError("\n  ".join([text, *changed]))
+            raise ValueError("\n  ".join([text, *run.changed]))
     own = {name: tuple(p.shape) for name, p in trained(model).items()}
     saved = {name: tuple(getattr(x, "shape", ())) for name, x in state["model"].items()}
     for name in [*own, *saved]:
@@ -321,14 +322,14 @@ def restore(run, state, changed):
                 "random numbers depend on seed, step and prompt alone and stay the same")
 
 
-def begin(run, changed):
-    """Writes the first files of a run, or says how it goes on (`changed`: what is otherwise)."""
+def begin(run):
+    """Writes the first files of a run, or says how it goes on."""
     c, output = run.c, run.output
     if c.resume != "no":
         where = f"resumed at step {run.step}"
         if not run.step:
             where = f"{c.out} has no checkpoint: starting at step 0"
-        run.say("\n  ".join([where, *changed]))
+        run.say(where, *run.changed)
     if not run.step:
         output.clear()
     output.open_log(run.step)
@@ -507,14 +508,14 @@ def before_rl(run):
         run.reference.requires_grad_(False)
 
 
-def is_finished(run, changed):
+def is_finished(run):
     """Does the folder hold all steps, and the evaluation behind them? Says so."""
     done = run.step >= run.last and any(
         row["step"] == run.step and row.get("label") == "after" for row in run.output.rows())
     finished = run.processes.gather(done)[0]
     if finished:
-        text = f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there"
-        run.say("\n  ".join([text + "; more steps: --resume --steps=MORE", *changed]))
+        run.say(f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there; "
+                "more steps: --resume --steps=MORE", *run.changed)
     return finished
 
 
