@@ -100,11 +100,11 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
 
 def test_a_run_without_a_checkpoint_starts_again_with_its_own_settings(small, tmp_path):
     """It took the settings of the second command line, and did not say so."""
-    flags = [*small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a", "--resume=auto"]
+    flags = [*small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a", "--resume"]
     assert "a has no checkpoint: starting at step 0\n" in run(tmp_path, *flags)
     os.remove(tmp_path / "a/ckpt.pt")
     shutil.rmtree(tmp_path / "a/model")
-    text = run(tmp_path, "--out=a", "--resume", "--seed=1")
+    text = run(tmp_path, "--out=a", "--resume=auto", "--seed=1")
     assert "no checkpoint: starting at step 0\n  seed is 1, it was 0\n" in text
     config = (tmp_path / "a/config.toml").read_text()
     assert "gamma = 0.3\nconflict" in config and 'resume = "no"' in config
