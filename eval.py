@@ -223,8 +223,9 @@ def read_results(path):
     which all completions are there. What a kill has cut off is dropped; ValueError names any other
     line that is not ours."""
     lines, found = read_jsonl(path), {}
-    sets = lines[0]["settings"]["data"] if lines and fits(lines[0], HEADER) else {"": None}
-    if not all(fits(spec, DATA_SET) for spec in sets.values()):
+    ours = lines and fits(lines[0], HEADER)
+    sets = lines[0]["settings"]["data"] if ours else {}
+    if not ours or not all(fits(spec, DATA_SET) for spec in sets.values()):
         raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
     for number, row in enumerate(lines[1:], 2):
         if not fits(row, ROW) or row["data"] not in sets:
