@@ -109,12 +109,12 @@ def small_files(size):
 
 
 def full_at_the_second_checkpoint(rank):
-    real, calls = torch.save, []
+    """A change for start(): where PyTorch's writer hides the reason in a RuntimeError."""
+    real = torch.save
 
     def save(*arguments):
-        calls.append(1)
-        if len(calls) == 2:
-            small_files(100_000)(rank)
+        if os.path.exists(f"{OUT}/ckpt.pt"):
+            small_files(os.path.getsize(f"{OUT}/ckpt.pt") - 30_000)(rank)
         real(*arguments)
     torch.save = save
 
