@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import shutil
 import tempfile

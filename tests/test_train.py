@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import eval as ev
 import model
 import train
-from conftest import (OUT, ROOT, assert_close_rows, checkpoint, largest_difference, learned,
-                      metrics, refused, rl_rows, run, small_model, spied, tree, weights, write_rows)
+from conftest import (OUT, assert_close_rows, checkpoint, largest_difference, learned, metrics,
+                      refused, rl_rows, run, small_model, spied, tree, weights, write_rows)
 from data import demonstration, held_out, load_problems
 from lib import training
 from lib.config import help_text
