@@ -406,22 +406,21 @@ def end_step(run, row, began, bar, shown):
     if c.eval_every and c.sft_steps < run.step < run.last:
         if (run.step - c.sft_steps) % c.eval_every == 0:
             evaluation(run, "during", run.step - 1)
-    stop = asked_to_stop(run)
-    if stop or run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last):
+    due = run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last)
+    if due:
+        save(run)
+    stop_if_asked(run, saved=due)
+
+
+def stop_if_asked(run, saved=True):
+    """SystemExit, after a checkpoint if it is not saved yet, when a signal came to one of the
+    processes. All of them call this together."""
+    stop = max(run.processes.gather(run.signals.received))
+    if stop and not saved:
         save(run)
     if stop:
-        bar.close()
-        stop_run(run, stop)
-
-
-def asked_to_stop(run):
-    """The signal that came to one of the processes, the same answer on all; 0: none."""
-    return max(run.processes.gather(run.signals.received))
-
-
-def stop_run(run, signal):
-    run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
-    raise SystemExit(128 + signal)
+        run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
+        raise SystemExit(128 + stop)
 
 
 def advise(run, row):
@@ -472,12 +471,6 @@ def evaluation(run, label, step, model=None):
     c, processes = run.c, run.processes
     if not run.eval_problems:
         return None
-
-    def stop_if_asked():
-        stop = label == "after" and asked_to_stop(run)
-        if stop:
-            stop_run(run, stop)
-
     at_once = c.prompts_per_step * c.group_size // processes.size
     with run.autocast():
         result = evaluate(model or run.model, run.tokenizer, run.eval_problems, c.eval_samples,
@@ -486,7 +479,8 @@ def evaluation(run, label, step, model=None):
                           template_variables=c.template_variables,
                           max_prompt_tokens=c.max_prompt_tokens, seed=c.seed,
                           batch_prompts=max(1, at_once // c.eval_samples), rank=processes.rank,
-                          world_size=processes.size, after_each=stop_if_asked)
+                          world_size=processes.size,
+                          after_each=lambda: stop_if_asked(run) if label == "after" else None)
     run.output.log({"step": step, "phase": "eval", "label": label, **result})
     return result
 
