@@ -111,15 +111,13 @@ def problem_figures(rows, ks):
         return {f"{kind}@{k}": 0.0 for kind in ("pass", "maj") for k in ks}
     n, right = len(rows), sum(row["correct"] for row in rows)
     votes = votes_of([row["answer"] for row in rows])
-    figures = {f"pass@{k}": pass_at_k(n, right, k) for k in ks}
-    for k in ks:
-        winner = majority(votes[:k])
-        figures[f"maj@{k}"] = float(winner is not None and rows[winner]["correct"])
-    figures["format"] = sum(row["formatted"] for row in rows) / n
-    figures["truncated"] = sum(row["finish"] == "length" for row in rows) / n
-    figures["unreadable"] = votes.count(None) / n
-    figures["tokens"] = sum(row["tokens"] for row in rows) / n
-    return figures
+    winners = {k: majority(votes[:k]) for k in ks}
+    return {**{f"pass@{k}": pass_at_k(n, right, k) for k in ks},
+            **{f"maj@{k}": float(winner is not None and rows[winner]["correct"])
+               for k, winner in winners.items()},
+            "format": sum(row["formatted"] for row in rows) / n,
+            "truncated": sum(row["finish"] == "length" for row in rows) / n,
+            "unreadable": votes.count(None) / n, "tokens": sum(row["tokens"] for row in rows) / n}
 
 
 def mean(problems, name):
@@ -182,15 +180,18 @@ def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1
         yield from itertools.chain(*shares)
 
 
-def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
+def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, after_each=lambda: None,
+             **settings):
     """Samples n completions of each problem (settings: of sample_problems) and returns their
-    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, SHARES, seconds. The
-    model's mode and all global random states stay as they were."""
+    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, SHARES, seconds.
+    after_each() is called after each problem, by all processes. The model's mode and all global
+    random states stay as they were."""
     start, training, found = time.time(), model.training, {}
     model.eval()
     try:
         for rows in sample_problems(model, tokenizer, problems, n, max_new_tokens, **settings):
             found[rows[0]["index"]] = problem_figures(rows, ks)
+            after_each()
     finally:
         model.train(training)
     figures = [found[i] for i in sorted(found)]  # added up in one order, whoever sampled
@@ -201,9 +202,8 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, **settings):
 
 # ---- the results file: a header line with the settings, then one row a line ----------------------
 
-# what we read: the types of the header, of its settings, of each data set in them, and of a row
-HEADER = {"shape": list, "settings": dict}
-SETTINGS = {"data": dict, "max_new_tokens": int}
+# what we read: the types of the header, of each data set in its settings, and of a row
+HEADER = {"shape": list, "settings": {"data": dict, "max_new_tokens": int}}
 DATA_SET = {"n": int, "problems": int}
 ROW = {"data": str, "index": int, "sample": int, "gold": str, "level": int | None,
        "subject": str | None, "completion": str, "answer": str | None, "correct": bool,
@@ -211,14 +211,11 @@ ROW = {"data": str, "index": int, "sample": int, "gold": str, "level": int | Non
 
 
 def fits(value, types):
-    """Is this a dictionary whose values have these types?"""
+    """Has the value this type, or is it a dictionary whose values have these types?"""
+    if not isinstance(types, dict):
+        return isinstance(value, types)
     return isinstance(value, dict) and all(
-        name in value and isinstance(value[name], kind) for name, kind in types.items())
-
-
-def is_header(line):
-    return (fits(line, HEADER) and fits(line["settings"], SETTINGS)
-            and all(fits(spec, DATA_SET) for spec in line["settings"]["data"].values()))
+        name in value and fits(value[name], kind) for name, kind in types.items())
 
 
 def read_results(path):
@@ -226,9 +223,10 @@ def read_results(path):
     which all completions are there. What a kill has cut off is dropped; ValueError names any other
     line that is not ours."""
     lines, found = read_jsonl(path), {}
-    if not lines or not is_header(lines[0]):
+    ours = lines and fits(lines[0], HEADER)
+    sets = lines[0]["settings"]["data"] if ours else {}
+    if not ours or not all(fits(spec, DATA_SET) for spec in sets.values()):
         raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
-    sets = lines[0]["settings"]["data"]
     for number, row in enumerate(lines[1:], 2):
         if not fits(row, ROW) or row["data"] not in sets:
             raise ValueError(f"{path}:{number}: not a completion of {', '.join(sets)}; mend or "
@@ -351,8 +349,7 @@ class EvalConfig:
 
 CHOICES = {"preset": ("", "paper"), "prompt_style": ("auto", "chat", "plain"),
            "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16", "float16")}
-RANGES = {"n": ">= 0", "limit": ">= 0", "temperature": ">= 0", "top_p": "> 0 and <= 1",
-          "max_new_tokens": ">= 0", "max_prompt_tokens": ">= 1", "batch_prompts": ">= 0"}
+RANGES = {"top_p": "> 0 and <= 1", "max_prompt_tokens": ">= 1"}  # all other numbers are >= 0
 GONE = {"few_shot": "write solved examples into --system_prompt",
         "examples": "write solved examples into --system_prompt",
         "split": "give a file as --data, such as data/gsm8k/train.jsonl",

@@ -12,9 +12,9 @@ and per-token weights, take one gradient step. Output goes to the folder OUT: co
 metrics.jsonl (one line a step), ckpt.pt, and model/ in Hugging Face format (with LoRA adapter/ in
 PEFT's); beside them init/ or sft/, where RL began, heldout.jsonl, problems held out of a file.
 
-Exit code: 0; 2 for a mistake or a fault, with one message; 130 or 143 when Ctrl-C or SIGTERM
-stopped the run: it ends its step, saves, and goes on with --resume (a second signal ends it at
-once). `torchrun --max_restarts=3 ... train.py ... --resume` goes on by itself after a crash.
+Exit code: 0; 2 for a mistake or a fault, with one message; 130, 143 or 129 when Ctrl-C, SIGTERM or
+SIGHUP stopped the run: it ends its step, saves, and goes on with --resume (a second signal ends it
+at once). `torchrun --max_restarts=3 ... train.py ... --resume` goes on by itself after a crash.
 """
 import contextlib
 import functools
@@ -114,10 +114,7 @@ RANGES = {**dict.fromkeys(("sft_batch_size", "prompts_per_step", "max_prompt_tok
                            "max_new_tokens", "micro_tokens", "updates_per_rollout",
                            "eval_samples", "save_every"), ">= 1"),
           **dict.fromkeys(("temperature", "learning_rate", "sft_learning_rate"), "> 0"),
-          **dict.fromkeys(("seed", "sft_steps", "steps", "eval_problems", "eval_every", "beta",
-                           "show_every", "lora_rank", "grad_clip", "gamma", "entropy_threshold"),
-                          ">= 0"),
-          "group_size": ">= 2", "epsilon": ">= 0 and < 1"}
+          "group_size": ">= 2", "epsilon": ">= 0 and < 1"}  # all other numbers are >= 0
 ALGO_DEFAULTS = {
     "gtpo": dict(gamma=0.1, conflict=True, entropy_filter=True, scale="none", epsilon=0.0),
     "grpo": dict(gamma=0.0, conflict=False, entropy_filter=False, scale="std", epsilon=0.2)}
@@ -264,14 +261,18 @@ def make_optimizer(model):
 
 
 def update(run, lr, grad_clip, loss):
-    """One step of the optimizer with the gradients in .grad. loss: the sum over processes. Returns
-    the gradient's norm before clipping; if it or the loss is not finite nothing is changed."""
+    """One step of the optimizer with the gradients in .grad; left out, and counted, if one of them
+    or the loss is not finite. loss: the sum over processes. Returns the norm before clipping."""
     params = [p for group in run.optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or math.inf).item()
     if math.isfinite(norm + loss):
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         run.optimizer.step()
+        run.bad_in_a_row = 0
+    else:
+        run.bad_in_a_row += 1
+        run.skipped_updates += 1
     run.optimizer.zero_grad(set_to_none=True)
     return norm + 0 * loss  # nan if the loss is not finite
 
@@ -314,14 +315,14 @@ def warm_up(run):
         lr = learning_rate(run.step, c.sft_steps, c.sft_learning_rate)
         norm = update(run, lr, 1.0, loss)  # clipped at 1, the usual value for SFT
         row = {"phase": "sft", "loss": loss, "tokens": tokens, "grad_norm": norm, "lr": lr}
-        end_step(run, row, int(not math.isfinite(norm)), began, bar, {"loss": f"{loss:.3f}"})
+        end_step(run, row, began, bar, {"loss": f"{loss:.3f}"})
     bar.close()
 
 
 # ---- reinforcement learning ----------------------------------------------------------------------
 
 def rl_step(run):
-    """One rollout and what is learned from it -> (row of metrics.jsonl, skipped updates)."""
+    """One rollout and what is learned from it -> row of metrics.jsonl."""
     c, processes, device = run.c, run.processes, run.processes.device
     P, G, L = c.prompts_per_step // processes.size, c.group_size, c.max_new_tokens
     step = run.step - c.sft_steps  # of RL; draws and rows of the log count the warm-up, too
@@ -402,7 +403,7 @@ def rl_step(run):
         run.say(f"\nstep {step}, one group:\n" + show_group(
             run.tokenizer, problems[0].question, problems[0].answer, s.ids[0], s.mask[0],
             rewards[0], advantages[0], entropy[0], used_delta[0], used_lam[0]))
-    return row, sum(not math.isfinite(norm) for norm in norms)
+    return row
 
 
 def reinforce(run):
@@ -413,12 +414,12 @@ def reinforce(run):
     bar = run.bar(c.algo.upper(), c.steps, run.step - c.sft_steps)
     while run.step < c.sft_steps + c.steps:
         began = time.time()
-        row, bad_updates = rl_step(run)
+        row = rl_step(run)
         shown = {short: f"{row[name]:.2f}" for short, name in (
             ("reward", "reward"), ("acc", "accuracy"), ("format", "format"), ("H", "entropy"),
             ("kept", "kept"), ("conflict", "conflict"), ("grad", "grad_norm"))}
         advise(run, row)
-        end_step(run, row, bad_updates, began, bar, shown)
+        end_step(run, row, began, bar, shown)
     bar.close()
 
 
@@ -455,8 +456,8 @@ def main(argv):
         run = processes.agree(
             lambda: prepare(c, changed, processes, output, signals, make_optimizer),
             lambda run: {"first step": run.step, "problems": run.problems, **asdict(c)})
-        if not is_finished(run, changed):
-            begin(run, changed)
+        if not is_finished(run):
+            begin(run)
             parallel(run)
             if run.step < c.sft_steps:
                 warm_up(run)

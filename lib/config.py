@@ -141,15 +141,17 @@ def convert(kind, value, what):
 
 
 def check_ranges(config, choices, ranges):
-    """Refuses a value that is none of choices[name], or outside ranges[name], a text such as
-    ">= 1" or "> 0 and <= 1". Whole numbers stay below 2**31, too."""
+    """Refuses a value that is none of choices[name], and a number outside ranges[name], a text such
+    as ">= 1" or "> 0 and <= 1", by default ">= 0". Whole numbers stay below 2**31, too."""
     for name, allowed in choices.items():
         value = getattr(config, name)
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: should be one of {', '.join(allowed)}")
-    for name, text in ranges.items():
-        value = getattr(config, name)
-        if isinstance(value, int):
+    for name, value in asdict(config).items():
+        if type(value) not in (int, float):
+            continue
+        text = ranges.get(name, ">= 0")
+        if type(value) is int:
             text += f" and < {2**31}"
         for bound in text.split(" and "):
             sign, number = bound.split()

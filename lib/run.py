@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from lib.files import lock_file, write_whole
+from lib.files import lock_file, read_jsonl, write_whole
 
 
 def end(code):
@@ -171,10 +171,9 @@ class Output:
     def lock(self):
         """Creates the folder and locks it until close() or the end of the process. ValueError if
         another run is writing to it."""
-        if not self.main:
-            return
-        self.lock_file = lock_file(self.path("lock"), self.folder,
-                                   "another folder with --out=FOLDER")
+        if self.main:
+            self.lock_file = lock_file(self.path("lock"), self.folder,
+                                       "another folder with --out=FOLDER")
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -197,24 +196,15 @@ class Output:
             write_whole(self.path(name), lambda f: f.write(text))
 
     def rows(self):
-        """(row, its line) of metrics.jsonl; a torn line, such as the last of a killed run, is left
-        out."""
-        if not os.path.exists(self.metrics):
-            return
-        with open(self.metrics, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and isinstance(row.get("step"), int):
-                        yield row, line.rstrip("\n") + "\n"
+        """The rows of metrics.jsonl, but for a last one that a kill has cut off."""
+        return read_jsonl(self.metrics, ("step",)) if os.path.exists(self.metrics) else []
 
     def open_log(self, step):
         """Opens metrics.jsonl behind the rows of the steps before `step`; others are cut off."""
         if self.main:
-            if os.path.exists(self.metrics):
-                kept = [line for row, line in self.rows() if row["step"] < step
-                        or (row["step"] == step and row.get("label") == "after")]
-                write_whole(self.metrics, lambda f: f.writelines(kept))
+            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] < step
+                    or (row["step"] == step and row.get("label") == "after")]
+            self.write("metrics.jsonl", "".join(kept))
             self.log_file = open(self.metrics, "ab", buffering=0)  # a row is there, or it is not
 
     def log(self, row):
@@ -258,20 +248,23 @@ class Output:
 
 
 class Signals:
-    """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one, a second
-    later or more, stops at once (SLURM and torchrun may both pass on the same one)."""
+    """SIGINT, SIGTERM and SIGHUP ask the loop to finish its step, save and stop; a second one, a
+    second later or more, stops at once (SLURM and torchrun may both pass on the same one)."""
 
     def __enter__(self):
         self.received, self.when = 0, 0.0
-        numbers = signal.SIGINT, signal.SIGTERM
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
+            numbers.append(signal.SIGHUP)
         self.before = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
     def handle(self, number, frame):
         if not self.received:
             self.received, self.when = number, time.monotonic()
-            print("\nstopping after this step or evaluation; once more stops at once",
-                  file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print("\nstopping after this step or evaluation; once more stops at once",
+                      file=sys.stderr, flush=True)
         elif time.monotonic() - self.when > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

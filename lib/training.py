@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -40,6 +39,7 @@ CHECKPOINT = {"step": int, "model": dict, "optimizer": dict, "processes": int, "
 class Run:
     """What the loops share. `step` counts the updates of the warm-up, then RL steps."""
     c: object  # train.TrainConfig
+    changed: list  # what a resumed run does otherwise than before, a line each
     processes: Processes
     output: Output
     signals: Signals
@@ -68,10 +68,11 @@ class Run:
         """The number of steps of the whole run."""
         return self.c.sft_steps + (self.c.steps if self.c.algo != "sft" else 0)
 
-    def say(self, text):
+    def say(self, text, *more):
+        """Prints a text of the main process; `more`: lines that belong to it."""
         if self.processes.main:
-            with contextlib.suppress(BrokenPipeError):  # nobody reads any more, the run goes on
-                tqdm.write(text)
+            with contextlib.suppress(OSError):  # nobody reads any more, the run goes on
+                tqdm.write("\n  ".join([text, *more]))
 
     def autocast(self):
         device = self.processes.device
@@ -105,13 +106,12 @@ def read_settings(config_class, argv, parts):
                  bare={"resume": "yes", "compile": "yes"})
     c, _ = read_config(config_class, argv, **words)
     own, stands = os.path.join(c.out, "config.toml"), Output(c.out).stands()
-    if c.resume == "no" or not {"ckpt.pt", "metrics.jsonl"} & set(stands):
-        return c, []
-    if "config.toml" not in stands:
-        if "ckpt.pt" not in stands:
-            return c, []
+    if c.resume != "no" and "ckpt.pt" in stands and "config.toml" not in stands:
         raise ValueError(f"{own} is gone, with which this run began; put it back, or start another "
                          "with --out=OTHER")
+    begun = {"ckpt.pt", "metrics.jsonl"} & set(stands)
+    if c.resume == "no" or not begun or "config.toml" not in stands:
+        return c, []
     before, _ = read_config(config_class, [], file=own)
     now, _ = read_config(config_class, argv, file=own, **words)
     now = replace(now, out=c.out)
@@ -167,16 +167,14 @@ def check_room(c, config):
 
 def prepare(c, changed, processes, output, signals, make_optimizer):
     """Reads and checks all that a run needs, and writes nothing but the lock, so that a mistake
-    costs nothing. `changed`: what a resumed run does otherwise. ValueError and OSError say what is
-    wrong. -> Run"""
+    costs nothing. ValueError and OSError say what is wrong. -> Run"""
     output.lock()
     state = open_output(c, output)
-    folder = c.model or output.path("init")
-    with contextlib.ExitStack() as stack:
-        source = folder
-        if not c.model and state is None:  # the tiny model, which is not in the output folder yet
-            source = stack.enter_context(tempfile.TemporaryDirectory())
-            make_tiny_model(source, c.seed)
+    folder = source = c.model or output.path("init")
+    with tempfile.TemporaryDirectory() as tiny:
+        if not c.model and state is None:  # it is not in the output folder yet
+            source = tiny
+            make_tiny_model(tiny, c.seed)
         tokenizer = Tokenizer.from_pretrained(source, adapter=c.adapter or None)
         dtype = torch.float32  # of weights that learn; those below an adapter do not
         if c.lora_rank or c.adapter:
@@ -196,7 +194,7 @@ def prepare(c, changed, processes, output, signals, make_optimizer):
     problems, eval_problems = read_problems(c, say)
     prompts, skipped = encode_prompts(tokenizer, problems, c.max_prompt_tokens, system_prompt,
                                       c.prompt_style, c.template_variables)
-    needed = max(1, c.prompts_per_step if c.algo != "sft" else 1)
+    needed = 1 if c.algo == "sft" else c.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(f"{c.data}: {len(prompts)} usable prompts ({skipped} longer than "
                          f"max_prompt_tokens={c.max_prompt_tokens}), {needed} are needed")
@@ -204,12 +202,12 @@ def prepare(c, changed, processes, output, signals, make_optimizer):
     check_ids(model, tokenizer, prompts)
     asked = repr([(p.question, p.answer, p.messages) for p, _ in prompts]).encode()
     frozen = weights_hash(p for p in model.parameters() if not p.requires_grad)
-    run = Run(c, processes, output, signals, tokenizer, model, prompts,
+    run = Run(c, changed, processes, output, signals, tokenizer, model, prompts,
               demonstrations, eval_problems, system_prompt, skipped,
               hashlib.sha256(asked).hexdigest(), frozen, is_plain(tokenizer, c.prompt_style),
               optimizer=make_optimizer(model))
     if state is not None:
-        restore(run, state, changed)
+        restore(run, state)
     return run
 
 
@@ -287,7 +285,7 @@ def check_ids(model, tokenizer, prompts):
                          f"vocab_size {model.config.vocab_size}: they belong to different models")
 
 
-def restore(run, state, changed):
+def restore(run, state):
     """The run as the checkpoint has it. ValueError names what differs between the two."""
     path, model = run.output.checkpoint, run.model
     then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems}
@@ -297,7 +295,7 @@ def restore(run, state, changed):
             if name == "problems":
                 what = "other problems than then to train on"
             text = f"{path}: {what}; a run keeps these; --out=OTHER starts another"
-            raise ValueError("\n  ".join([text, *changed]))
+            raise ValueError("\n  ".join([text, *run.changed]))
     own = {name: tuple(p.shape) for name, p in trained(model).items()}
     saved = {name: tuple(getattr(x, "shape", ())) for name, x in state["model"].items()}
     for name in [*own, *saved]:
@@ -323,13 +321,14 @@ def restore(run, state, changed):
                 "random numbers depend on seed, step and prompt alone and stay the same")
 
 
-def begin(run, changed):
-    """Writes the first files of a run, or says how it goes on (`changed`: what is otherwise)."""
+def begin(run):
+    """Writes the first files of a run, or says how it goes on."""
     c, output = run.c, run.output
-    if run.step:
-        run.say("\n  ".join([f"resumed at step {run.step}", *changed]))
-    elif c.resume != "no":
-        run.say("\n  ".join([f"{c.out} has no checkpoint: starting at step 0", *changed]))
+    if c.resume != "no":
+        where = f"resumed at step {run.step}"
+        if not run.step:
+            where = f"{c.out} has no checkpoint: starting at step 0"
+        run.say(where, *run.changed)
     if not run.step:
         output.clear()
     output.open_log(run.step)
@@ -385,12 +384,10 @@ output    {c.out}/
 
 # ---- what happens after a step -------------------------------------------------------------------
 
-def end_step(run, row, bad_updates, began, bar, shown):
+def end_step(run, row, began, bar, shown):
     """After a step of either loop: its row, the bar, now and then a checkpoint. SystemExit, after a
     checkpoint, when a signal asked for it; ValueError when nothing is finite any more."""
     c, seconds = run.c, time.time() - began
-    run.skipped_updates += bad_updates
-    run.bad_in_a_row = run.bad_in_a_row + bad_updates if bad_updates else 0
     run.output.log({"step": run.step, **row, "skipped_updates": run.skipped_updates,
                     "seconds": seconds, "memory_mib": peak_memory(run.processes.device)})
     run.step += 1
@@ -406,28 +403,34 @@ def end_step(run, row, bad_updates, began, bar, shown):
         error = ValueError(f"step {run.step - 1}: loss or gradient was not finite "
                            f"{run.bad_in_a_row} times in a row; {kept}; try a lower learning rate")
         raise error if run.processes.main else SystemExit(2)
-    stop = max(run.processes.gather(run.signals.received))  # the same answer on all
     if c.eval_every and c.sft_steps < run.step < run.last:
         if (run.step - c.sft_steps) % c.eval_every == 0:
             evaluation(run, "during", run.step - 1)
-    if stop or run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last):
+    due = run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last)
+    if due:
+        save(run)
+    stop_if_asked(run, saved=due)
+
+
+def stop_if_asked(run, saved=True):
+    """SystemExit, after a checkpoint if it is not saved yet, when a signal came to one of the
+    processes. All of them call this together."""
+    stop = max(run.processes.gather(run.signals.received))
+    if stop and not saved:
         save(run)
     if stop:
-        bar.close()
         run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
         raise SystemExit(128 + stop)
 
 
 def advise(run, row):
     """One line when several RL steps in a row teach nothing, and why."""
-    dull = row["truncated"] > 0.5 or row["tied"] == 1
-    run.dull_in_a_row = run.dull_in_a_row + 1 if dull else 0
-    if run.dull_in_a_row != DULL_STEPS:
-        return
-    if row["truncated"] > 0.5:
+    cut = row["truncated"] > 0.5
+    run.dull_in_a_row = run.dull_in_a_row + 1 if cut or row["tied"] == 1 else 0
+    if run.dull_in_a_row == DULL_STEPS and cut:
         run.say(f"note: most completions of {DULL_STEPS} steps in a row were cut off at "
                 f"max_new_tokens={run.c.max_new_tokens}, most before their answer: raise it")
-    else:
+    elif run.dull_in_a_row == DULL_STEPS:
         run.say(f"note: all groups of {DULL_STEPS} steps in a row had equal rewards, which teach "
                 "nothing: take other problems, a larger group_size, or a warm-up")
 
@@ -463,7 +466,8 @@ def save_policy(run, name, dtype=None):
 
 def evaluation(run, label, step, model=None):
     """pass@k, maj@k and format on the held-out problems, by all processes together; a row of
-    metrics.jsonl. No more completions at a time than in a rollout. None without such problems."""
+    metrics.jsonl. No more completions at a time than in a rollout. None without such problems.
+    SystemExit if a signal comes in the last one, when all is saved."""
     c, processes = run.c, run.processes
     if not run.eval_problems:
         return None
@@ -475,7 +479,8 @@ def evaluation(run, label, step, model=None):
                           template_variables=c.template_variables,
                           max_prompt_tokens=c.max_prompt_tokens, seed=c.seed,
                           batch_prompts=max(1, at_once // c.eval_samples), rank=processes.rank,
-                          world_size=processes.size)
+                          world_size=processes.size,
+                          after_each=lambda: stop_if_asked(run) if label == "after" else None)
     run.output.log({"step": step, "phase": "eval", "label": label, **result})
     return result
 
@@ -496,14 +501,14 @@ def before_rl(run):
         run.reference.requires_grad_(False)
 
 
-def is_finished(run, changed):
+def is_finished(run):
     """Does the folder hold all steps, and the evaluation behind them? Says so."""
-    rows = [row for row, _ in run.output.rows()]
-    done = any(row["step"] == run.step >= run.last and row.get("label") == "after" for row in rows)
+    done = run.step >= run.last and any(
+        row["step"] == run.step and row.get("label") == "after" for row in run.output.rows())
     finished = run.processes.gather(done)[0]
     if finished:
-        text = f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there"
-        run.say("\n  ".join([text + "; more steps: --resume --steps=MORE", *changed]))
+        run.say(f"{run.c.out} is finished: all {run.step} steps and the last evaluation are there; "
+                "more steps: --resume --steps=MORE", *run.changed)
     return finished
 
 

@@ -100,12 +100,12 @@ def small(small_folder):
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-def run(cwd, *flags, code=0):
-    """Runs the command in this process, in the folder cwd. Returns what it printed; its exit code
+def run(cwd, *flags, code=0, main=train.main):
+    """Runs a command in this process, in the folder cwd. Returns what it printed; its exit code
     must be `code`."""
     with (contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as text,
           contextlib.redirect_stderr(text)):
-        got = command(train.main, flags)
+        got = command(main, flags)
     assert got == code, text.getvalue()
     return text.getvalue()
 
@@ -117,10 +117,10 @@ def refused(cwd, flags, *says):
     assert "Traceback" not in text and all(part in message for part in says), text
 
 
-def start(cwd, flags, processes=1, change=None):
-    """Starts the command in forks of this process, which has imported torch already: one, or
-    several with the variables that torchrun sets. change(rank) is called in each before it begins.
-    Output goes to CWD/RANK.log. Returns the processes."""
+def start(cwd, flags, processes=1, change=None, main=train.main):
+    """Starts a command in forks of this process, which has imported torch already: one, or several
+    with the variables that torchrun sets. change(rank) is called in each before it begins. Output
+    goes to CWD/RANK.log. Returns the processes."""
     import torch._dynamo  # noqa: F401 (optimizers do, for a second: once here, not in each fork)
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -138,7 +138,7 @@ def start(cwd, flags, processes=1, change=None):
                                   WORLD_SIZE=str(processes))
             if change:
                 change(rank)
-            code = command(train.main, flags)
+            code = command(main, flags)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -195,6 +195,18 @@ def stopped(count, number=signal.SIGTERM):
         yield
     finally:
         train.update = real
+
+
+def spied(monkeypatch, module, name):
+    """A list to which each call of that function adds (its arguments, its result)."""
+    calls, real = [], getattr(module, name)
+
+    def spy(*arguments, **more):
+        result = real(*arguments, **more)
+        calls.append((arguments, result))
+        return result
+    monkeypatch.setattr(module, name, spy)
+    return calls
 
 
 # ---- what they leave -----------------------------------------------------------------------------

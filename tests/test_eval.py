@@ -1,13 +1,11 @@
 """eval.py: estimators, figures, sampling by a scripted sampler, the command on a tiny model."""
+import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
-import socket
-import subprocess
-import sys
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +15,14 @@ import pytest
 import torch
 
 import eval as ev
+from conftest import finish, run, spied, start, write_rows
 from data import Problem
-from lib.arithmetic import make_tiny_model
-from lib.run import command as exit_code
+from lib.arithmetic import make_tiny_model, write_byte_tokenizer
 from model import GPT
 from sample import Samples, pad
+from tokenizer import Tokenizer
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-END = 0
+END = 269
 GOOD, BARE = "<reasoning>r</reasoning>\n<answer>7</answer>", "<answer>7</answer>"
 
 
@@ -76,8 +74,7 @@ def test_maj_counts_equal_readable_answers_among_the_first_k(answers, gold, k, r
 
 def test_maj_compares_spellings_not_answers(monkeypatch):
     """10,000 answers in 20 spellings: at most 20 * 19 / 2 comparisons, and one with the gold."""
-    calls, equal = [], ev.answers_equal
-    monkeypatch.setattr(ev, "answers_equal", lambda a, b: calls.append(1) or equal(a, b))
+    calls = spied(monkeypatch, ev, "answers_equal")
     assert ev.maj_at_k([str(i % 20) for i in range(10000)] + ["7"], "7", 10001) == 1.0
     assert len(calls) <= 191
 
@@ -134,29 +131,21 @@ def test_published_figures_stand_beside_a_model_of_that_shape(name, shape, known
 
 # ---- sampling, with a scripted sampler -----------------------------------------------------------
 
-class CharTokenizer:
-    """A token is a character."""
-    eos_ids, pad_id, has_chat_template = (END,), END, False
-
-    def encode(self, text, allow_special=False):
-        assert len(text) < 10000, "an absurd text was encoded"
-        return [ord(c) for c in text]
-
-    def chat_ids(self, messages, add_generation_prompt):
-        return self.encode(messages[-1]["content"])
-
-    def decode(self, ids):
-        assert END not in ids
-        return "".join(map(chr, ids))
+@functools.cache
+def byte_tokenizer():
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(folder)
+        return Tokenizer.from_pretrained(folder)
 
 
 @pytest.fixture
 def script(monkeypatch):
     """script(write) makes a sampler of write(prompt, its noise (L,)) -> (completion, whether an
-    end token ends it), which obeys `stop`. -> list of the batches of prompts, as they come"""
+    end token ends it), which obeys `stop`; a byte is a token. -> list of the batches of prompts"""
     def scripted(write):
         def sample(model, prompts, G, L, temperature, top_p, eos_ids, noise, stop):
-            P, asked, rows, finished = len(prompts), [bytes(p).decode() for p in prompts], [], []
+            P, rows, finished = len(prompts), [], []
+            asked = list(map(byte_tokenizer().decode, prompts))
             batches.append(asked)
             assert noise.shape == (P, G, L) and eos_ids == (END,) and not model.training
             for p, g in itertools.product(range(P), range(G)):
@@ -185,14 +174,17 @@ def tiny_module(window=512):
     return module
 
 
+PLAIN = {"system_prompt": "", "prompt_style": "plain"}
+
+
 def evaluate(problems, model=None, **settings):
-    return ev.evaluate(model or tiny_module(), CharTokenizer(), problems, 4, [1, 4], 64,
-                       system_prompt="", **settings)
+    return ev.evaluate(model or tiny_module(), byte_tokenizer(), problems, 4, [1, 4], 64,
+                       **PLAIN | settings)
 
 
 def rows_by_sampling(problems, n=4, model=None, **settings):
-    groups = ev.sample_problems(model or tiny_module(), CharTokenizer(), problems, n, 64,
-                                system_prompt="", **settings)
+    groups = ev.sample_problems(model or tiny_module(), byte_tokenizer(), problems, n, 64,
+                                **PLAIN | settings)
     return list(itertools.chain(*groups))
 
 
@@ -236,10 +228,9 @@ def test_what_is_graded_and_saved(script, question, text, graded, answer):
     assert (row["completion"], row["answer"], row["finish"]) == (graded, answer, "stop")
 
 
-def test_a_chat_prompt_ends_with_an_end_token_alone(script, monkeypatch):
-    monkeypatch.setattr(CharTokenizer, "has_chat_template", True)
+def test_a_chat_prompt_ends_with_an_end_token_alone(script):
     script(lambda prompt, noise: (BARE + "<answer>2</answer>", False))
-    (row,) = rows_by_sampling([Problem("q", "7")], n=1)
+    (row,) = rows_by_sampling([Problem("q", "7")], n=1, prompt_style="chat")
     assert row["answer"] == "2" and row["finish"] == "length"
 
 
@@ -305,20 +296,17 @@ FILE = Path("o.jsonl")
 
 
 @pytest.fixture
-def command(model_folder, tmp_path, monkeypatch, capsys):
-    """Runs eval.py in an empty folder -> (exit code, stdout, stderr)."""
+def command(model_folder, tmp_path, monkeypatch):
+    """Runs eval.py in an empty folder -> what it printed; its exit code must be `code`."""
     monkeypatch.chdir(tmp_path)
     problems = ("1+1?", "2"), ("12+30?", "42"), ("5?", "5"), ("7+8=?", "15"), ("x" * 60, "1")
-    rows = [{"question": question, "answer": answer, "level": f"Level {i % 2 + 1}"}
-            for i, (question, answer) in enumerate(problems)]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("p.jsonl"), [{"question": question, "answer": answer,
+                                  "level": f"Level {i % 2 + 1}"}
+                                 for i, (question, answer) in enumerate(problems)])
 
-    def run(*flags, base=(f"--model={model_folder}", *SMALL, "--out=o.jsonl")):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *base, *flags])
-        code = exit_code(ev.main)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-    return run
+    def command(*flags, code=0, base=(f"--model={model_folder}", *SMALL, "--out=o.jsonl")):
+        return run(tmp_path, *base, *flags, code=code, main=ev.main)
+    return command
 
 
 def lines_of(path):
@@ -326,54 +314,45 @@ def lines_of(path):
 
 
 def test_command_writes_completions_and_a_table(command):
-    code, out, err = command("--batch_prompts=2")
-    assert code == 0, err
+    text = command("--batch_prompts=2")
     header, *rows = lines_of(FILE)
     assert header["settings"]["data"]["p.jsonl"]["n"] == 4 and header["shape"][0] == "llama"
     places = [*itertools.product(range(4), range(4)), (4, 0)]  # in order
     assert [(r["index"], r["sample"]) for r in rows] == places
-    assert rows[-1]["finish"] == "skipped" and "problems skipped: 1," in out
+    assert rows[-1]["finish"] == "skipped" and "problems skipped: 1," in text
     questions = ("1+1?", "12+30?", "5?", "7+8=?")
     prompts = [f"<|user|>{q}<|assistant|>" for q in questions for _ in range(4)]
     assert [r["prompt"] for r in rows] == prompts + [None]
-    for text in ("5 of 5 problems, 4 completions each", "pass@k", "maj@k", "k=4", "tokens/s"):
-        assert text in out
+    for part in ("5 of 5 problems, 4 completions each", "pass@k", "maj@k", "k=4", "tokens/s"):
+        assert part in text
     assert len({r["completion"] for r in rows}) > 8  # the noise is used
 
 
 def test_command_goes_on_after_a_kill(command, monkeypatch):
     """Wherever the file was cut, it becomes the very same one; only what is missing is sampled."""
-    assert command()[0] == 0
-    whole, sampled, sample = FILE.read_bytes(), [], ev.sample
-    monkeypatch.setattr(ev, "sample", lambda model, prompts, *args, **settings:
-                        sampled.extend(prompts) or sample(model, prompts, *args, **settings))
+    command()
+    whole, calls = FILE.read_bytes(), spied(monkeypatch, ev, "sample")
     ends = [at for at, byte in enumerate(whole) if byte == 10]
     for keep, missing in ((len(whole), 0), (ends[8] + 1, 2), (ends[8] - 5, 3), (ends[8] + 20, 2),
                           (ends[0] + 1, 4)):
         FILE.write_bytes(whole[:keep])
-        del sampled[:]
-        code, out, err = command()
-        assert code == 0 and FILE.read_bytes() == whole and len(sampled) == missing, err
-
-
-def test_command_refuses_variables_that_the_template_is_given_anyway(command):
-    """Regression: a TypeError."""
-    for name in ("self", "messages", "add_generation_prompt"):
-        code, out, err = command(f'--template_variables={{"{name}": 1}}')
-        assert code == 2 and err.startswith(f"error: template_variables: {name!r} cannot be set")
+        calls.clear()
+        command()
+        sampled = [prompt for (_, prompts, *_), _ in calls for prompt in prompts]
+        assert FILE.read_bytes() == whole and len(sampled) == missing
 
 
 def test_command_refuses_a_file_of_other_settings(command):
-    assert command()[0] == 0
+    command()
     before, problems = FILE.read_bytes(), Path("p.jsonl").read_text()
     for flag, name in (("--temperature=0.5", "temperature"), ("--n=3", "data"),
                        ("--limit=2", "data"), ('--template_variables={"x": 1}', "template_var")):
-        code, out, err = command(flag)
-        assert code == 2 and err.startswith("error: o.jsonl has other settings"), err
-        assert name in err and FILE.read_bytes() == before
-    assert command("--k=2")[0] == 0  # it does not change what is sampled
+        text = command(flag, code=2)
+        assert text.startswith("error: o.jsonl has other settings") and name in text
+        assert FILE.read_bytes() == before
+    command("--k=2")  # it does not change what is sampled
     Path("p.jsonl").write_text(problems.replace("1+1", "2+1"))
-    assert "data is" in command()[2]
+    assert "data is" in command(code=2)
 
 
 @pytest.mark.parametrize("old, new, says", [
@@ -393,29 +372,27 @@ def test_command_refuses_a_file_of_other_settings(command):
     (b'"subject": null', b'"subject": []', ":2: not a completion")])
 def test_a_file_that_is_not_ours_stays_as_it_is(command, old, new, says):
     """Regression: values of other types ended in a traceback."""
-    assert command("--limit=1")[0] == 0
+    command("--limit=1")
     content = FILE.read_bytes().replace(old, new, 1) if old else new
     assert content != FILE.read_bytes()
     FILE.write_bytes(content)
-    for flags in (["--limit=1"], ["--rescore=o.jsonl"]):
-        code, out, err = command(*flags)
-        assert code == 2 and f"o.jsonl{says}" in err and FILE.read_bytes() == content
+    for flag in ("--limit=1", "--rescore=o.jsonl"):
+        assert f"o.jsonl{says}" in command(flag, code=2) and FILE.read_bytes() == content
 
 
 def test_a_second_evaluation_of_one_file_is_refused(command, monkeypatch):
     """Regression: both ended well, and the completions of one were lost."""
-    flags, second, sample = [*SMALL, "--out=o.jsonl"], [], ev.sample
+    second, sample = [], ev.sample
 
-    def slow(model, *args, **settings):
+    def slow(*arguments, **settings):
         if not second:
-            second.append(exit_code(ev.main, [f"--model={model.folder}", *flags]))
-        return sample(model, *args, **settings)
+            second.append(command(code=2))
+        return sample(*arguments, **settings)
 
     monkeypatch.setattr(ev, "sample", slow)
-    code, out, err = command()
-    assert (code, second) == (0, [2]) and "5 of 5 problems" in out
-    assert "another run is writing to o.jsonl" in err and "--out=FILE" in err
-    assert command()[0] == 0  # now it is free
+    assert "5 of 5 problems" in command()
+    assert "another run is writing to o.jsonl" in second[0] and "--out=FILE" in second[0]
+    command()  # now it is free
 
 
 def test_lost_completions_are_told(command, monkeypatch):
@@ -423,15 +400,15 @@ def test_lost_completions_are_told(command, monkeypatch):
     sample = ev.sample
     monkeypatch.setattr(ev, "sample", lambda *args, **settings:
                         FILE.unlink() or sample(*args, **settings))
-    code, out, err = command()
-    assert code == 2 and "0 of 5 problems" in out
-    assert "lost the completions of 5 of 5 problems" in err and "same command again" in err
+    text = command(code=2)
+    assert "0 of 5 problems" in text
+    assert "lost the completions of 5 of 5 problems" in text and "same command again" in text
 
 
 @pytest.mark.filterwarnings("error")
 def test_all_prompts_skipped(command):
-    code, out, err = command("--max_prompt_tokens=1")
-    assert code == 0 and "problems skipped: 5," in out and "tokens/s" in out, err
+    text = command("--max_prompt_tokens=1")
+    assert "problems skipped: 5," in text and "tokens/s" in text
 
 
 def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_path):
@@ -441,29 +418,28 @@ def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_pat
         next(other.parameters()).mul_(1.5)
     other.save_pretrained(str(tmp_path / "tiny" / "model"))
     for count, flags in ((1, ()), (1, ()), (2, (f"--model={tmp_path}/tiny/model",))):
-        assert command("--out=", "--limit=1", *flags)[0] == 0
+        command("--out=", "--limit=1", *flags)
         # the same command: the same file
         assert len(list(Path("out/eval").glob("*.jsonl"))) == count
 
 
 def test_rescore_shows_what_changes_and_writes_nothing(command):
-    assert command()[0] == 0
+    command()
     header, *rows = lines_of(FILE)
     rows[1].update(completion=GOOD.replace("7", "2"))  # now right, graded as wrong before
     rows[2].update(completion="<think>" + GOOD.replace("7", "2"))  # a thought that does not end
     rows[6].update(answer="42", correct=True)  # was called right
     lines = [json.dumps(line) + "\n" for line in [header] + rows[:-2] + rows[-1:]]
     FILE.write_text("".join(lines))
-    code, out, err = command("--rescore=o.jsonl", base=())
-    assert code == 0 and FILE.read_text() == "".join(lines), err
-    assert "p.jsonl problem 0 sample 1: None was wrong, '2' is right, gold '2'" in out
-    assert "p.jsonl problem 1 sample 2: '42' was right, " in out and out.count(" gold ") == 2
-    assert "4 of 5 problems" in out  # the last but one lacks a completion, which is not made up
-    assert re.search(r"pass@k +6\.2 ", out)  # 1/4 of 1 of 4
+    text = command("--rescore=o.jsonl", base=())
+    assert FILE.read_text() == "".join(lines)
+    assert "p.jsonl problem 0 sample 1: None was wrong, '2' is right, gold '2'" in text
+    assert "p.jsonl problem 1 sample 2: '42' was right, " in text and text.count(" gold ") == 2
+    assert "4 of 5 problems" in text  # the last but one lacks a completion, which is not made up
+    assert re.search(r"pass@k +6\.2 ", text)  # 1/4 of 1 of 4
     FILE.write_text(lines[0])  # killed before the first problem was done
-    assert "0 of 5 problems" in command("--rescore=o.jsonl", base=())[1]
-    code, out, err = command("--rescore=nowhere.jsonl", base=())
-    assert code == 2 and "nowhere.jsonl" in err
+    assert "0 of 5 problems" in command("--rescore=o.jsonl", base=())
+    assert "nowhere.jsonl" in command("--rescore=nowhere.jsonl", base=(), code=2)
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -473,18 +449,18 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--data=p.jsonl,", "--data"), ("--model=nowhere", "nowhere"), ("--model=", "--model"),
     ("--max_new_tokens=9999", "9999"), ("--preset=essay", "essay"),
     ("--few_shot=4", "system_prompt"), ("--out=.", ".: is a folder; give a file"),
-    ("--rescore=.", ".: is a folder; give a file"),
+    ("--rescore=.", ".: is a folder; give a file"), ("--seed=-1", "seed=-1: should be >= 0"),
+    ('--template_variables={"messages":1}', "template_variables: 'messages' cannot be set"),
     ("--out=p.jsonl/o.jsonl", "p.jsonl/o.jsonl: cannot be written to")])
 def test_wrong_usage_is_one_message(command, flags, says):
-    code, out, err = command(*flags.split())
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
+    *_, message = command(*flags.split(), code=2).splitlines()
+    assert message.startswith("error: ") and says in message
 
 
 def test_greedy_and_fields_by_name(command):
     Path("q.jsonl").write_text('{"q": "1+1?", "a": "2"}\n')
-    code, out, err = command("--data=q.jsonl", "--question_field=q", "--answer_field=a", "--n=1",
-                             "--temperature=0")
-    assert code == 0 and lines_of(FILE)[1]["question"] == "1+1?", err
+    command("--data=q.jsonl", "--question_field=q", "--answer_field=a", "--n=1", "--temperature=0")
+    assert lines_of(FILE)[1]["question"] == "1+1?"
 
 
 @pytest.mark.parametrize("flags, plan", [
@@ -493,31 +469,19 @@ def test_greedy_and_fields_by_name(command):
     (["--data=aime24", "--n=16"], {"aime24": 16})])
 def test_preset_paper(command, monkeypatch, flags, plan):
     monkeypatch.setattr(ev, "load_problems", lambda *a, **k: [Problem("x" * 60, "1")])
-    code, out, err = command("--preset=paper", "--data=", "--n=0", *flags)
+    command("--preset=paper", "--data=", "--n=0", *flags)
     data = lines_of(FILE)[0]["settings"]["data"]
-    assert code == 0 and {name: spec["n"] for name, spec in data.items()} == plan, err
+    assert {name: spec["n"] for name, spec in data.items()} == plan
 
 
-def test_two_real_processes_give_the_file_of_one(command, model_folder, monkeypatch):
+def test_two_real_processes_give_the_file_of_one(command, model_folder, tmp_path):
     """As torchrun starts them; they go on where one was killed, three problems for two. (A process
     read the file while the first one already wrote to it.)"""
-    code, out, err = command("--out=alone.jsonl")
-    assert code == 0, err
+    text = command("--out=alone.jsonl")
     alone = Path("alone.jsonl").read_bytes()
     Path("both.jsonl").write_bytes(b"".join(alone.splitlines(keepends=True)[:7]))
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = str(s.getsockname()[1])
-    for name, value in (("OMP_NUM_THREADS", "1"), ("WORLD_SIZE", "2"), ("MASTER_PORT", port),
-                        ("MASTER_ADDR", "localhost"), ("RANK", "1")):
-        monkeypatch.setenv(name, value)
     flags = [f"--model={model_folder}", *SMALL, "--out=both.jsonl", "--batch_prompts=1"]
-    other = subprocess.Popen([sys.executable, os.path.join(ROOT, "eval.py"), *flags],
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    monkeypatch.setenv("RANK", "0")  # this process is the first one
-    code, out0, err = command(*flags, base=())
-    out1, err1 = other.communicate(timeout=120)
-    assert (code, other.returncode, out1) == (0, 0, ""), err + err1
-    assert Path("both.jsonl").read_bytes() == alone and "has those of 1 problems" in out0
-    table = slice(out.index("p.jsonl: 5"), out.index("tokens in") - 8)
-    assert out[table] in out0
+    logs = finish(tmp_path, start(tmp_path, flags, 2, main=ev.main))
+    assert Path("both.jsonl").read_bytes() == alone and "has those of 1 problems" in logs
+    table = text[text.index("p.jsonl: 5") : text.index("tokens in") - 8]
+    assert table in logs and not Path("1.log").read_text()

@@ -7,18 +7,15 @@ import sys
 
 import pytest
 
-import train
 from conftest import (OUT, ROOT, checkpoint, largest_difference, learned, metrics, refused, rl_rows,
                       run, stopped, tree, write_rows)
-from data import held_out, load_problems
-from lib.arithmetic import make_tiny_model
 from model import GPT
 
 KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
 
 
 @pytest.mark.parametrize("flags, stop_after, number", [
-    ([], 1, signal.SIGINT), ([], 2, signal.SIGTERM), ([], 4, signal.SIGTERM),
+    ([], 1, signal.SIGINT), ([], 2, signal.SIGTERM), ([], 4, signal.SIGHUP),
     (KL, 4, signal.SIGINT), ([*KL, "--lora_rank=2", "--compile"], 4, signal.SIGTERM)])
 def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, flags, stop_after,
                                                   number):
@@ -39,16 +36,6 @@ def test_stopped_and_resumed_equals_uninterrupted(small, tmp_path, monkeypatch, 
     assert not any("_orig_mod" in name for name in ends[0])
 
 
-def test_the_end_of_the_warm_up_is_kept(small, tmp_path, monkeypatch):
-    def sample(*arguments, **more):
-        raise ValueError("broken")
-    with monkeypatch.context() as m:
-        m.setattr(train, "sample", sample)
-        refused(tmp_path, [*small, "--sft_steps=2", "--steps=1", "--eval_problems=0"], "broken")
-    assert checkpoint(tmp_path / OUT)["step"] == 2
-    assert "resumed at step 2" in run(tmp_path, "--resume")
-
-
 def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(done):
     """It used to evaluate again and to write a second row "after"."""
     cwd, flags, _ = done
@@ -57,18 +44,14 @@ def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(done):
     assert tree(cwd / OUT) == before
 
 
-def test_resume_without_a_checkpoint_starts_and_says_so(small, tmp_path):
-    for name, word in (("a", "--resume"), ("b", "--resume=auto")):
-        text = run(tmp_path, *small, "--sft_steps=0", "--steps=1", f"--out={name}", word)
-        assert f"{name} has no checkpoint: starting at step 0" in text
-        assert 'resume = "no"' in (tmp_path / name / "config.toml").read_text()
-
-
-def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
-    """The preset of then, or the defaults, silently took the place of what the run began with."""
+def test_a_finished_run_goes_on_with_its_own_settings_and_flags_win(done, tmp_path):
+    """The preset of then, or the defaults, silently took the place of what the run began with. 3 of
+    10 held-out questions had been trained on: heldout.jsonl was written anew. The row of the last
+    evaluation was cut off with what a kill leaves behind."""
     cwd, flags, _ = done
     shutil.copytree(cwd / OUT, tmp_path / "moved")
     (tmp_path / "preset.toml").write_text("out = 'moved'\ngroup_size = 7\nsteps = 99\n")
+    (tmp_path / "moved/heldout.jsonl").write_text("as it was")
     text = run(tmp_path, "preset.toml", "--resume", "--steps=4", "--gamma=0.5")
     lines = text.split("resumed at step 5\n")[1].split("\n\n")[0].splitlines()
     assert lines == ["  steps is 4, it was 3", "  gamma is 0.5, it was 0.1"]
@@ -76,22 +59,9 @@ def test_a_resumed_run_reads_its_own_settings_and_flags_win(done, tmp_path):
     assert "group_size = 4\n" in config and "steps = 4\n" in config and "gamma = 0.5" in config
     assert [row["step"] for row in rl_rows(tmp_path / "moved")] == [2, 3, 4, 5]
     assert sorted(os.listdir(tmp_path)) == ["moved", "preset.toml"]
-
-
-def test_resume_refuses_what_would_be_another_run(done, tmp_path):
-    cwd, flags, _ = done
-    make_tiny_model(str(tmp_path / "other"), 0)
-    write_rows(tmp_path / "other.jsonl", [{"question": f"{i}?", "answer": "1", "solution": "no"}
-                                          for i in range(15)])
-    before = tree(cwd / OUT)
-    for flag, says in ((f"--data={tmp_path}/other.jsonl", ["other problems than then"]),
-                       ("--seed=1", ["seed was 0 then and is 1 now"]),
-                       ("--sft_steps=3", ["sft_steps was 2 then and is 3 now"]),
-                       ("--lora_rank=2", ["lora_A", "missing in the checkpoint"]),
-                       (f"--model={tmp_path}/other", ["tensor 'model.embed_tokens.weight' is",
-                                                      "32) in the checkpoint", "128) in this"])):
-        refused(cwd, [*flags, "--resume", "--steps=9", flag], f"{OUT}/ckpt.pt", *says)
-        assert tree(cwd / OUT) == before
+    assert (tmp_path / "moved/heldout.jsonl").read_text() == "as it was"
+    old, new = metrics(cwd / OUT), metrics(tmp_path / "moved")
+    assert new[: len(old)] == old and [row["label"] for row in (old[-1], new[-1])] == ["after"] * 2
 
 
 def test_a_kl_term_that_comes_late_is_refused_where_its_reference_is_lost(small, tmp_path):
@@ -104,25 +74,13 @@ def test_a_kl_term_that_comes_late_is_refused_where_its_reference_is_lost(small,
     refused(tmp_path, ["--out=a1", "--resume", "--beta=0.1"], "needs the adapter as it was")
 
 
-def test_problems_held_out_of_a_file_are_kept_beside_the_run(done, small_folder):
-    """3 of 10 held-out questions had been trained on: a resumed run wrote the file anew."""
-    cwd, flags, text = done
-    everything = load_problems(small_folder / "problems.jsonl")
-    apart = load_problems(cwd / OUT / "heldout.jsonl")
-    assert apart == held_out(everything, 2)[1] and "13 problems" in text
-    run(cwd, *flags, "--out=other", "--resume", "--overwrite=false", "--steps=1")
-    (cwd / "other/heldout.jsonl").write_text("as it was")
-    run(cwd, "--out=other", "--resume", "--steps=2")
-    assert (cwd / "other/heldout.jsonl").read_text() == "as it was"
-
-
 def test_a_new_run_deletes_nothing_of_the_users_own(small, tmp_path):
     """A preset, notes or a model of the user's in the output folder went with the first start."""
     (tmp_path / "mine/model").mkdir(parents=True)
     (tmp_path / "mine/config.toml").write_text("# my preset\n")
     (tmp_path / "mine/model/notes.txt").write_text("precious")
     for word in ([], ["--resume"]):
-        refused(tmp_path, [*small, "--out=mine", *word], "model, config.toml, which a new run would")
+        refused(tmp_path, [*small, "--out=mine", *word], "model, config.toml, which a new run")
     assert (tmp_path / "mine/model/notes.txt").read_text() == "precious"
     assert (tmp_path / "mine/config.toml").read_text() == "# my preset\n"
 
@@ -133,7 +91,8 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
     cwd, flags, _ = done
     shutil.copytree(cwd / OUT, tmp_path / "run")
     os.rename(tmp_path / "run/ckpt.pt", tmp_path / "ckpt.pt")
-    refused(tmp_path, [*flags, "--out=run", "--resume"], "a run whose ckpt.pt is gone", "--overwrite")
+    refused(tmp_path, [*flags, "--out=run", "--resume"], "a run whose ckpt.pt is gone",
+            "--overwrite")
     os.rename(tmp_path / "ckpt.pt", tmp_path / "run/ckpt.pt")
     os.remove(tmp_path / "run/config.toml")
     refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"], "run/config.toml is gone")
@@ -141,12 +100,14 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
 
 def test_a_run_without_a_checkpoint_starts_again_with_its_own_settings(small, tmp_path):
     """It took the settings of the second command line, and did not say so."""
-    run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a")
+    flags = [*small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a", "--resume"]
+    assert "a has no checkpoint: starting at step 0\n" in run(tmp_path, *flags)
     os.remove(tmp_path / "a/ckpt.pt")
     shutil.rmtree(tmp_path / "a/model")
-    text = run(tmp_path, "--out=a", "--resume", "--seed=1")
+    text = run(tmp_path, "--out=a", "--resume=auto", "--seed=1")
     assert "no checkpoint: starting at step 0\n  seed is 1, it was 0\n" in text
-    assert "gamma = 0.3\nconflict" in (tmp_path / "a/config.toml").read_text()
+    config = (tmp_path / "a/config.toml").read_text()
+    assert "gamma = 0.3\nconflict" in config and 'resume = "no"' in config
 
 
 def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, small_folder, tmp_path):
@@ -155,9 +116,8 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     shutil.copytree(small_folder / "model", tmp_path / "model")
     rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "solution": "so"} for i in range(15)]
     write_rows(tmp_path / "p.jsonl", rows)
-    flags = [*small, "--sft_steps=0", "--steps=1", "--model=model", "--data=p.jsonl", "--lora_rank=2",
-             "--out=a"]
-    run(tmp_path, *flags)
+    run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--model=model", "--data=p.jsonl",
+        "--lora_rank=2", "--out=a")
     write_rows(tmp_path / "p.jsonl", [row | {"answer": "7"} for row in rows])
     refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "other problems than then",
             "steps is 2, it was 1")
@@ -165,17 +125,7 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     model = GPT.from_pretrained(tmp_path / "model")
     model.model.norm.weight.data += 1
     model.save_pretrained(tmp_path / "model")
-    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "the weights below the adapter are others")
-
-
-def test_a_finished_run_that_goes_on_keeps_its_evaluation(done, tmp_path):
-    """The row of the last evaluation was cut off with what a kill leaves behind."""
-    cwd, flags, _ = done
-    shutil.copytree(cwd / OUT, tmp_path / "run")
-    before = [row for row in metrics(tmp_path / "run") if row.get("label") == "after"]
-    run(tmp_path, "--out=run", "--resume", "--steps=4")
-    after = [row for row in metrics(tmp_path / "run") if row.get("label") == "after"]
-    assert len(before) == 1 and after[0] == before[0] and [row["step"] for row in after] == [5, 6]
+    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "weights below the adapter are others")
 
 
 def test_a_reader_who_goes_away_does_not_end_the_run(small, tmp_path):

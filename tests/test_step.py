@@ -1,4 +1,5 @@
 """One step of train.py: its pieces, and the whole of it against a slow one."""
+import itertools
 import math
 import random
 import re
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 import train
-from conftest import OUT, largest_difference, rl_rows, run, weights
+from conftest import OUT, largest_difference, rl_rows, run, spied, weights
 from data import demonstration, load_problems, plain_end
+from gtpo import conflict_weights, gtpo_loss, grpo_loss
 from model import GPT
 from rewards import reward_parts
 from tokenizer import Tokenizer
@@ -58,9 +60,10 @@ def test_an_update_that_is_not_finite_changes_nothing(gradient, loss):
     model = torch.nn.ParameterList([p])
     optimizer = train.make_optimizer(model)
     p.grad = torch.full((2, 2), float(gradient))
-    norm = train.update(SimpleNamespace(optimizer=optimizer), 1e-2, 1.0, loss)
+    run = SimpleNamespace(optimizer=optimizer, bad_in_a_row=0, skipped_updates=4)
+    norm = train.update(run, 1e-2, 1.0, loss)
     assert not math.isfinite(norm) and torch.equal(p, torch.ones(2, 2)) and p.grad is None
-    assert not optimizer.state
+    assert not optimizer.state and (run.bad_in_a_row, run.skipped_updates) == (1, 5)
 
 
 def test_a_learning_rate_of_1e_6_moves_the_weights():
@@ -91,95 +94,41 @@ def test_demonstrations_of_the_demo_are_imperfect_the_others_as_they_are(small_f
 # ---- one step against a slow one -----------------------------------------------------------------
 
 def record(monkeypatch):
-    """The prompts and samples of each rollout, the parameters and gradients of each update."""
-    seen = SimpleNamespace(rollouts=[], updates=[])
-    sample, update = train.sample, train.update
-
-    def sampling(model, prompts, *arguments, **more):
-        seen.rollouts.append((prompts, sample(model, prompts, *arguments, **more)))
-        return seen.rollouts[-1][1]
+    """The parameters and gradients of each update."""
+    updates, update = [], train.update
 
     def updating(run, *arguments):
         params = dict(run.model.named_parameters())
-        seen.updates.append(({name: p.detach().clone() for name, p in params.items()},
-                             {name: p.grad.clone() for name, p in params.items()}))
+        updates.append(({name: p.detach().clone() for name, p in params.items()},
+                        {name: p.grad.clone() for name, p in params.items()}))
         return update(run, *arguments)
-    monkeypatch.setattr(train, "sample", sampling)
     monkeypatch.setattr(train, "update", updating)
-    return seen
+    return updates
 
 
-def conflict_run(group, advantages, i):
-    """How many tokens from the start of completion i have a conflict."""
-    others = [ids for ids, a in zip(group, advantages) if a * advantages[i] < 0]
-    n = 0
-    while n < len(group[i]) and any(ids[n : n + 1] == [group[i][n]] for ids in others):
-        n += 1
-    return n
+def scores(model, prompts, samples):
+    """Log-probs (P, G, L) and mean entropies (P, G) at temperature 1.1, each sequence alone."""
+    logps, entropy = torch.zeros(samples.mask.shape), torch.zeros(samples.mask.shape[:2])
+    for p, g in itertools.product(*map(range, entropy.shape)):
+        ids = samples.ids[p, g][samples.mask[p, g]]  # (l,)
+        logits = model(torch.tensor([prompts[p] + ids.tolist()]))[0, len(prompts[p]) - 1 : -1]
+        logp = torch.log_softmax(logits / 1.1, -1)  # (l, V)
+        logps[p, g, : len(ids)] = logp.gather(-1, ids[:, None])[:, 0]
+        entropy[p, g] = -(logp.exp() * logp).sum(-1).mean()
+    return logps, entropy
 
 
-def slow_conflict_weights(group, advantages):
-    result, backwards = [], [ids[::-1] for ids in group]
-    for i, (ids, a) in enumerate(zip(group, advantages)):
-        first, last = (conflict_run(each, advantages, i) for each in (group, backwards))
-        result.append([(2 if a > 0 else 0) if t < first or t >= len(ids) - last else 1
-                       for t in range(len(ids))])
-    return result
-
-
-def log_probs(model, prompt, ids):
-    """(L, V) of one completion, the whole sequence alone, at temperature 0.8."""
-    logits = model(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / 1.2, -1)
-
-
-def of_tokens(model, prompt, ids):
-    return log_probs(model, prompt, ids).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-
-
-def slow_rollout(model, tokenizer, prompts, samples, algo):
-    """[(prompt, ids, weight of each token, logps when sampled)], and the figures of the row."""
-    rows, figures = [], dict.fromkeys(("reward", "format", "accuracy", "kept", "conflict"), 0)
-    groups = [[ids[mask].tolist() for ids, mask in zip(*group)]
-              for group in zip(samples.ids, samples.mask)]
-    entropies = [[-(log_probs(model, prompt, ids).exp() * log_probs(model, prompt, ids)).sum(-1)
-                  .mean().item() for ids in group] for prompt, group in zip(prompts, groups)]
-    everyone = sum(entropies, [])
-    initial = sum(everyone) / len(everyone)
-    for prompt, group, entropy in zip(prompts, groups, entropies):
+def parts_of_rewards(tokenizer, prompts, samples):
+    """{part: (P, G)} of the completions' rewards."""
+    graded = []
+    for prompt, group, masks in zip(prompts, samples.ids, samples.mask):
         a, b = re.findall(r"\d+", tokenizer.decode(prompt))
-        texts = [tokenizer.decode(ids).removesuffix("<|end|>") for ids in group]
-        parts = [reward_parts(text[:plain_end(text)], str(int(a) + int(b))) for text in texts]
-        rewards = torch.tensor([sum(part.values()) for part in parts])
-        advantages = (rewards - rewards.mean()).tolist()
-        lam = slow_conflict_weights(group, advantages)
-        for i, ids in enumerate(group):
-            kept = not (initial < 0.8 < entropy[i])
-            weight = kept * (advantages[i] - 0.1 * entropy[i])
-            if algo == "grpo":
-                weight = advantages[i] / (rewards.std().item() + 1e-4)
-            tokens = torch.tensor([weight * (x if algo == "gtpo" else 1) for x in lam[i]])
-            rows.append((prompt, ids, tokens / len(ids) / len(everyone),
-                         of_tokens(model, prompt, ids)))
-            figures["kept"] += kept / 16
-            figures["reward"] += rewards[i].item() / 16
-            figures["format"] += (parts[i]["format"] == 10) / 16
-            figures["accuracy"] += (parts[i]["accuracy"] == 10) / 16
-            figures["conflict"] += sum(x != 1 for x in lam[i]) / sum(map(len, sum(groups, [])))
-    return rows, {**figures, "entropy": initial, "initial_entropy": initial}
-
-
-def slow_loss(model, rows, epsilon, beta):
-    loss = 0
-    for prompt, ids, weights, old in rows:
-        logps = of_tokens(model, prompt, ids)
-        ratio = (logps - old).exp()
-        gain = ratio * weights
-        if epsilon:
-            gain = torch.minimum(gain, ratio.clamp(1 - epsilon, 1 + epsilon) * weights)
-        d = old - logps  # the reference is the policy that sampled
-        loss = loss - gain.sum() + beta * (d.exp() - d - 1).mean() / len(rows)
-    return loss
+        texts = [tokenizer.decode(ids[mask].tolist()).removesuffix("<|end|>")
+                 for ids, mask in zip(group, masks)]
+        graded.append([reward_parts(text[: plain_end(text)], str(int(a) + int(b)))
+                       for text in texts])
+    return {name: torch.tensor([[one[name] for one in group] for group in graded])
+            for name in ("format", "accuracy")}
 
 
 def adamw(p, gradients, lr):
@@ -193,40 +142,52 @@ def adamw(p, gradients, lr):
     return p
 
 
-@pytest.mark.parametrize("algo, flags, epsilon, beta", [
-    ("gtpo", [], 0, 0),
-    ("grpo", ["--beta=0.1", "--updates_per_rollout=2", "--micro_tokens=60"], 0.2, 0.1)])
-def test_one_step_is_the_slow_one(small, small_folder, tmp_path, monkeypatch, algo, flags, epsilon,
-                                  beta):
-    """Golden: rewards, advantages, weights, gradients, AdamW and the row of one rollout, by hand
-    from the formulas, each sequence alone: a mean of means, scoring at another temperature, a
-    reference that moves, a wrong mask show here. kept and conflict are measured for GRPO, too."""
-    seen = record(monkeypatch)
+@pytest.mark.parametrize("algo, flags", [
+    ("gtpo", []), ("grpo", ["--beta=0.1", "--updates_per_rollout=2", "--micro_tokens=60"])])
+def test_one_step_is_the_slow_one(small, small_folder, tmp_path, monkeypatch, algo, flags):
+    """Golden: rewards, advantages, losses, gradients, AdamW and the row of one rollout, from the
+    loss of gtpo.py, which has tests of its own, and each sequence alone: a mean of means, scoring
+    at another temperature, a reference that moves, a wrong mask show here. kept and conflict are
+    measured for GRPO, too."""
+    updates, rollouts = record(monkeypatch), spied(monkeypatch, train, "sample")
     run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--eval_problems=0", f"--algo={algo}",
-        "--temperature=1.2", "--seed=2", "--learning_rate=0.01", "--entropy_threshold=0.8", *flags)
-    (prompts, samples), = seen.rollouts
-    tokenizer = Tokenizer.from_pretrained(small_folder / "model")
+        "--temperature=1.1", "--seed=2", "--learning_rate=0.01", *flags)
+    ((_, prompts, *_), s), = rollouts
     model = GPT.from_pretrained(small_folder / "model")
+    tokenizer = Tokenizer.from_pretrained(small_folder / "model")
     with torch.no_grad():
-        rows, figures = slow_rollout(model, tokenizer, prompts, samples, algo)
-    row, = rl_rows(tmp_path / OUT)
+        old, entropy = scores(model, prompts, s)  # (P, G, L), (P, G)
+    parts = parts_of_rewards(tokenizer, prompts, s)
+    rewards = parts["format"] + parts["accuracy"]
+    plain = rewards - rewards.mean(1, keepdim=True)
     losses, norms = [], []
-    for params, gradients in seen.updates:
+    for params, gradients in updates:
         model.load_state_dict(params)
-        loss = slow_loss(model, rows, epsilon, beta)
+        logps, _ = scores(model, prompts, s)
+        if algo == "gtpo":
+            loss = gtpo_loss(logps, s.ids, s.mask, plain, entropy, entropy.mean(), old)
+        else:  # the reference is the policy that sampled
+            loss = grpo_loss(logps, s.mask, plain / (rewards.std(1, keepdim=True) + 1e-4), old,
+                             old, 0.1)
         slow = torch.autograd.grad(loss, [model.get_parameter(name) for name in params])
         largest = max(g.abs().max() for g in slow)
         assert largest_difference(gradients, dict(zip(params, slow))) < 1e-5 * largest
         losses.append(loss.item())
         norms.append(torch.cat([g.flatten() for g in slow]).norm().item())
-    first, last = seen.updates[0][0], weights(tmp_path / OUT / "model")
-    updated = {name: adamw(p, [(g[name], norm) for (_, g), norm in zip(seen.updates, norms)], 0.01)
+    first, last = updates[0][0], weights(tmp_path / OUT / "model")
+    updated = {name: adamw(p, [(g[name], norm) for (_, g), norm in zip(updates, norms)], 0.01)
                for name, p in first.items()}
     assert largest_difference(updated, last) < 1e-6 < 1e-3 < largest_difference(first, last)
 
-    expected = {**figures, "loss": sum(losses) / len(losses), "grad_norm": norms[-1], "lr": 0.01,
-                "truncated": 1 - samples.finished.float().mean().item(),
-                "completion_tokens": samples.mask.sum().item() / 16}
+    lam = conflict_weights(s.ids, s.mask, plain)
+    kept = ~((entropy > math.log(2)) & (entropy.mean() < math.log(2)))
+    means = {"reward": rewards, "format": parts["format"] == 10, "entropy": entropy, "kept": kept,
+             "accuracy": parts["accuracy"] == 10, "initial_entropy": entropy,
+             "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1)}  # (P, G) each
+    expected = {**{name: x.float().mean().item() for name, x in means.items()},
+                "conflict": (lam[s.mask] != 1).float().mean().item(), "lr": 0.01,
+                "loss": sum(losses) / len(losses), "grad_norm": norms[-1]}
+    row, = rl_rows(tmp_path / OUT)
     assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert 0 < row["format"] < 1 and 0 < row["conflict"] < 1 and row["mismatch"] < 1e-6
-    assert 0 < row["kept"] < 1 and 0 < row["tied"] < 1
+    assert all(0 < row[name] < 1 for name in ("format", "conflict", "kept", "tied"))
+    assert row["mismatch"] < 1e-6

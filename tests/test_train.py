@@ -13,14 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.checkpoint import checkpoint as checkpointed
 
 import eval as ev
 import model
 import train
-from conftest import (OUT, ROOT, assert_close_rows, checkpoint, largest_difference, learned,
-                      metrics, refused, rl_rows, run, small_model, stopped, tree, weights,
-                      write_rows)
+from conftest import (OUT, assert_close_rows, checkpoint, largest_difference, learned, metrics,
+                      refused, rl_rows, run, small_model, spied, tree, weights, write_rows)
 from data import demonstration, held_out, load_problems
 from lib import training
 from lib.config import help_text
@@ -33,11 +31,6 @@ RL = ["--sft_steps=0", "--eval_problems=0"]
 
 # ---- settings ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("path", sorted(glob.glob(f"{ROOT}/config/*.toml")))
-def test_presets_are_valid(path):
-    train.check(train.settings([path])[0], 1)
-
-
 @pytest.mark.parametrize("change, says", [
     (dict(algo="ppo"), "algo"), (dict(group_size=1), "group_size"), (dict(scale="x"), "scale"),
     (dict(temperature=0.0), "temperature"), (dict(epsilon=1.0), "epsilon"),
@@ -45,18 +38,13 @@ def test_presets_are_valid(path):
     (dict(sft_steps=0, steps=0), "nothing to do"), (dict(algo="sft", sft_steps=0), "nothing to do"),
     (dict(overwrite=True, resume="yes"), "give one of the two"), (dict(compile="1"), "compile"),
     (dict(lora_rank=2, adapter="x"), "give one of the two"), (dict(resume="maybe"), "resume"),
-    (dict(template_variables={"self": 1}), "'self' cannot be set")])
+    (dict(template_variables={"self": 1}), "'self' cannot be set"),
+    (dict(prompts_per_step=3), "prompts_per_step=3 .* 2 processes"),
+    (dict(sft_batch_size=5), "sft_batch_size=5 .* 2 processes")])
 def test_settings_that_cannot_work_are_refused(change, says):
+    """P64, P65: sizes are divided by the number of processes, not by that of the devices."""
     with pytest.raises(ValueError, match=says):
-        train.check(train.TrainConfig(**change), 1)
-
-
-def test_sizes_that_do_not_divide_name_both_numbers():
-    """P64, P65: 3 prompts a step on 2 processes; by their number, not that of the devices."""
-    with pytest.raises(ValueError, match="prompts_per_step=3 .* 2 processes"):
-        train.check(train.TrainConfig(prompts_per_step=3), 2)
-    with pytest.raises(ValueError, match="sft_batch_size=5 .* 2 processes"):
-        train.check(train.TrainConfig(sft_batch_size=5), 2)
+        train.check(train.TrainConfig(**change), 2)
     train.check(train.TrainConfig(prompts_per_step=3, algo="sft"), 2)
     train.check(train.TrainConfig(sft_batch_size=5, sft_steps=0), 2)
 
@@ -110,12 +98,8 @@ def test_a_run_leaves_everything_it_promises(demo):
     init, sft, last = (weights(out / folder) for folder in ("init", "sft", "model"))
     assert largest_difference(init, sft) > 1e-4 < largest_difference(sft, last)
     assert sorted(os.listdir(out / "model")) == sorted(os.listdir(out / "init"))
-
-
-def test_files_can_be_read_by_whom_the_umask_allows(demo):
-    """Weights had mode 0600: no server, no container, no colleague could open them."""
-    for path in tree(demo[0]):
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o640, path
+    # weights had mode 0600: no server, no container, no colleague could open them
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in tree(out)} == {0o640}
 
 
 def test_the_screen_says_what_is_done(demo):
@@ -128,26 +112,29 @@ def test_the_screen_says_what_is_done(demo):
     assert text.count("min to go") == 2 and "step 1, one group" not in text
 
 
-def test_a_second_run_in_the_same_folder_is_refused(demo):
-    cwd, flags, _ = demo
-    before = tree(cwd / OUT)
-    refused(cwd, flags, f"{OUT} already holds a run", "--resume", "--out=OTHER", "--overwrite")
-    assert tree(cwd / OUT) == before
-
-
 @pytest.mark.parametrize("flags, says", [
-    (["--model=/nowhere"], "/nowhere"), (["--data=/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--max_new_tokens=5000"], "positions"), (["--data=gsm9k"], "gsm8k"),
-    (["--max_prompt_tokens=2"], "usable prompts"), (["--prompts_per_step=50"], "50 are needed"),
-    ([f"--model={OUT}/model"], f"model={OUT}/model lies in the output folder"),
-    ([f"--eval_data={OUT}/heldout.jsonl"], "eval_data="), (["--adapter=/none"], "/none"),
-    (["--max_prompt_tokens=10", "--max_new_tokens=8"], "demonstrations are longer"),
-    (["--lerning_rate=1"], "learning_rate"), (["--eval_problems=15"], "cannot hold out")])
-def test_overwrite_deletes_nothing_before_all_is_checked(done, flags, says):
+    ("", f"{OUT} already holds a run: --resume goes on with it; --out=OTHER starts another beside "
+     "it, --overwrite deletes it"),
+    ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --data=gsm9k", "gsm8k"),
+    ("--overwrite --data=/nowhere.jsonl", "/nowhere.jsonl"),
+    ("--overwrite --adapter=/none", "/none"), ("--overwrite --max_new_tokens=5000", "positions"),
+    ("--overwrite --max_prompt_tokens=2", "usable prompts"),
+    ("--overwrite --prompts_per_step=50", "50 are needed"),
+    (f"--overwrite --model={OUT}/model", f"model={OUT}/model lies in the output folder"),
+    (f"--overwrite --eval_data={OUT}/heldout.jsonl", "eval_data="),
+    ("--overwrite --max_prompt_tokens=10 --max_new_tokens=8", "demonstrations are longer"),
+    ("--overwrite --lerning_rate=1", "learning_rate"),
+    ("--overwrite --eval_problems=15", "cannot hold out"),
+    ("--resume --seed=1", f"{OUT}/ckpt.pt: seed was 0 then and is 1 now"),
+    ("--resume --sft_steps=3", "sft_steps was 2 then and is 3 now"),
+    ("--resume --data=arithmetic --steps=9", "other problems than then to train on; a run keeps "
+     "these; --out=OTHER starts another\n  data is 'arithmetic', it was"),
+    ("--resume --lora_rank=2", "lora_A' is missing in the checkpoint and (2, 32) in this model")])
+def test_nothing_is_deleted_before_all_is_checked(done, flags, says):
     """The old run was deleted first, and the mistake in the new command found then."""
     cwd, start_flags, _ = done
     before = tree(cwd / OUT)
-    refused(cwd, [*start_flags, "--overwrite", *flags], says)
+    refused(cwd, [*start_flags, *flags.split()], says)
     assert tree(cwd / OUT) == before
 
 
@@ -210,14 +197,11 @@ def test_long_demonstrations_are_left_out_and_counted_on_the_screen(small, small
 KL = ["--algo=grpo", "--beta=0.1", "--learning_rate=1e-2"]
 
 
-@pytest.mark.parametrize("flags", [["--checkpointing"], ["--micro_tokens=40"]])
-def test_memory_can_be_saved_and_the_same_is_learned(done, tmp_path, monkeypatch, flags):
-    calls = []
-    monkeypatch.setattr(model, "checkpoint", lambda layer, *arguments, **more:
-                        calls.append(1) or checkpointed(layer, *arguments, **more))
-    cwd, start_flags, _ = done
-    run(tmp_path, *start_flags, *flags)
-    assert bool(calls) == (flags == ["--checkpointing"])
+def test_checkpointing_learns_the_same(done, tmp_path, monkeypatch):
+    calls = spied(monkeypatch, model, "checkpoint")
+    cwd, flags, _ = done
+    run(tmp_path, *flags, "--checkpointing")
+    assert calls
     assert_close_rows(learned(tmp_path / OUT), learned(cwd / OUT))
     new, old = weights(tmp_path / OUT / "model"), weights(cwd / OUT / "model")
     assert largest_difference(new, old) < 1e-4
@@ -226,30 +210,20 @@ def test_memory_can_be_saved_and_the_same_is_learned(done, tmp_path, monkeypatch
 @pytest.mark.parametrize("kind", ["full", "new adapter", "given adapter"])
 def test_the_reference_is_the_policy_before_rl_and_made_once_a_rollout(small, tmp_path,
                                                                        monkeypatch, kind):
-    """Without a warm-up the reference was the model without --adapter. After a resume it is the
-    same, and moves no more."""
+    """Without a warm-up the reference was the model without --adapter. It does not move."""
     if kind == "given adapter":
         run(tmp_path, *small, "--lora_rank=2", "--algo=sft", "--sft_steps=2", "--out=first",
             "--sft_learning_rate=0.1")
     flags = [*small, "--eval_problems=0", *KL, "--updates_per_rollout=2", "--steps=2", *{
         "full": ["--sft_steps=1"], "new adapter": ["--sft_steps=1", "--lora_rank=2"],
         "given adapter": ["--sft_steps=0", "--adapter=first/adapter"]}[kind]]
-    made, told, real, loss = [], [], train.reference_logps, train.policy_loss
-
-    def policy_loss(logps, weights, old_logps, kl_weights, ref_logps, epsilon):
-        told.append((logps.detach() - ref_logps).abs().max().item())
-        return loss(logps, weights, old_logps, kl_weights, ref_logps, epsilon)
-
-    def reference_logps(*arguments):
-        made.append(len(told))
-        return real(*arguments)
-    monkeypatch.setattr(train, "reference_logps", reference_logps)
-    monkeypatch.setattr(train, "policy_loss", policy_loss)
-    with stopped(2):
-        run(tmp_path, *flags, code=143)
-    assert made == [0] and told[0] < 1e-5 < 1e-3 < told[1]
-    run(tmp_path, *flags, "--resume")
-    assert made == [0, 2] and len(told) == 4 and told[2] > 1e-3
+    made = spied(monkeypatch, train, "reference_logps")
+    losses = spied(monkeypatch, train, "policy_loss")
+    run(tmp_path, *flags)
+    assert (len(made), len(losses)) == (2, 4)
+    apart = [(logps.detach() - reference).abs().max()
+             for (logps, _, _, _, reference), _ in losses]
+    assert apart[0] < 1e-5 and min(apart[1:]) > 1e-3
     state = checkpoint(tmp_path / OUT)
     assert (state["reference"] is None) == (kind == "full")
     if kind != "full":
@@ -307,12 +281,14 @@ def test_the_type_that_came_in_goes_out_and_the_last_evaluation_reads_it(small, 
     assert json.loads((out / "model/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def spy_on_prompts(monkeypatch):
-    """Every prompt and its completions' ids, in training and in evaluation."""
+def spy_on_prompts(monkeypatch, change=lambda samples: None):
+    """Every prompt with its completions' ids and mask, in training and in evaluation. What is
+    sampled can be changed."""
     seen, sample = [], train.sample
 
     def sampling(model, prompts, *arguments, **more):
         samples = sample(model, prompts, *arguments, **more)
+        change(samples)
         seen.extend(zip(prompts, samples.ids, samples.mask))
         return samples
     monkeypatch.setattr(train, "sample", sampling)
@@ -326,10 +302,9 @@ def test_plain_prompts_end_with_their_answer(small, small_folder, tmp_path, monk
     run(tmp_path, *small, "--sft_steps=0", "--steps=2")
     texts = [tokenizer.decode(ids[mask].tolist())
              for _, group, masks in seen for ids, mask in zip(group, masks)]
-    answered = [text for text in texts if "</answer" in text]
-    assert len(texts) == 2 * 16 + 2 * 4 and len(answered) > 10
-    assert all(text.index("</answer") > len(text) - 10 for text in answered)
-    assert not any("</answer><|end|>" in text for text in answered)
+    behind = [text.partition("</answer")[2] for text in texts if "</answer" in text]
+    assert len(texts) == 2 * 16 + 2 * 4 and len(behind) > 10
+    assert all(len(rest) < 2 and "<|end|>" not in rest for rest in behind)
 
 
 def test_every_group_of_one_question_is_another(small, tmp_path, monkeypatch):
@@ -382,13 +357,7 @@ def test_an_adapters_own_tokenizer_counts_and_one_line_says_so(small, small_fold
     (False, True, "all groups of 5 steps in a row had equal rewards"), (False, False, None)])
 def test_one_line_when_steps_teach_nothing(small, tmp_path, monkeypatch, cut, tied, says):
     """All groups tied at 0 and only the entropy term trained: 128 tokens were too few."""
-    sample = train.sample
-
-    def sampling(*arguments, **more):
-        samples = sample(*arguments, **more)
-        samples.finished.fill_(not cut)
-        return samples
-    monkeypatch.setattr(train, "sample", sampling)
+    spy_on_prompts(monkeypatch, lambda samples: samples.finished.fill_(not cut))
     places = iter(range(10**6))
     monkeypatch.setattr(train, "reward_parts", lambda text, gold: {
         "format": 0.0 if tied else float(next(places)), "accuracy": 0.0})
@@ -399,17 +368,12 @@ def test_one_line_when_steps_teach_nothing(small, tmp_path, monkeypatch, cut, ti
 def test_the_row_measures_and_the_picture_shows_what_was_used(small, tmp_path, monkeypatch):
     """The picture marked conflict tokens and filtered completions where neither switch was on.
     mismatch is a mean over the trained tokens, also where the filter leaves none."""
-    keep, sample = train.keep_completions, train.sample
+    keep = train.keep_completions
     monkeypatch.setattr(train, "keep_completions", lambda entropy, initial, threshold, negative_of:
                         keep(entropy + 9, 0.0, 1.0, negative_of))  # all are noise
     monkeypatch.setattr(train, "reward_parts", lambda text, gold: {
         "format": float(zlib.crc32(text.encode()) % 3), "accuracy": 0.0})
-
-    def sampling(*arguments, **more):
-        samples = sample(*arguments, **more)
-        samples.logps[samples.mask] += 0.5
-        return samples
-    monkeypatch.setattr(train, "sample", sampling)
+    spy_on_prompts(monkeypatch, lambda samples: samples.logps.add_(0.5 * samples.mask))
     found = {}
     for name, flags in dict(all=[], negative=["--filter_negative_only"], grpo=["--algo=grpo"],
                             off=["--entropy_filter=false"]).items():
@@ -431,18 +395,24 @@ def test_compilation_is_chosen_where_it_pays(monkeypatch):
     monkeypatch.setattr(shutil, "which", found.get)
     monkeypatch.setattr(training.importlib.util, "find_spec", found.get)
 
-    def compiles(setting, device, million):
+    def compiles(device, million, setting="auto"):
         return training.compiles(SimpleNamespace(
             c=SimpleNamespace(compile=setting), processes=SimpleNamespace(
                 device=torch.device(device)), say=lambda text: None,
             model=torch.nn.Embedding(million * 1000, 1000, device="meta")))
-    assert [compiles(word, "cpu", 200) for word in ("yes", "no", "auto")] == [True, False, False]
-    assert [compiles(word, "cuda", 200) for word in ("yes", "no", "auto")] == [True, False, True]
-    assert not compiles("auto", "cuda", 1) and compiles("yes", "cuda", 1)
+    assert compiles("cuda", 200) and not compiles("cpu", 200) and not compiles("cuda", 1)
+    assert compiles("cpu", 1, "yes") and not compiles("cuda", 200, "no")
     for missing in ("gcc", "triton"):
-        kept = found.pop(missing)
-        assert not compiles("auto", "cuda", 200)
-        found[missing] = kept
+        monkeypatch.delitem(found, missing)
+        assert not compiles("cuda", 200)
+        monkeypatch.setitem(found, missing, "there")
+
+
+def test_problems_held_out_of_a_file_are_written_beside_the_run(done, small_folder):
+    cwd, _, text = done
+    everything = load_problems(small_folder / "problems.jsonl")
+    apart = load_problems(cwd / OUT / "heldout.jsonl")
+    assert apart == held_out(everything, 2)[1] and "13 problems" in text
 
 
 def test_problems_of_the_evaluation_leave_the_training_set(small, small_folder, tmp_path):
@@ -465,13 +435,13 @@ def test_weights_that_are_not_finite_are_not_saved(small, tmp_path):
     model = small_model(str(tmp_path / "model"))
     model.model.norm.weight.data[0] = math.nan
     model.save_pretrained(tmp_path / "model")
-    flags = [*small, f"--model={tmp_path}/model", "--algo=sft", "--sft_steps=1", "--eval_problems=0"]
+    flags = [*small, f"--model={tmp_path}/model", "--algo=sft", "--sft_steps=1"]
     refused(tmp_path, flags, "the policy's weights are not finite")
     assert not (tmp_path / OUT / "model").exists()
 
 
-@pytest.mark.parametrize("out, says", [("", "name a folder"), ("file", "file: cannot be written to")])
-def test_output_folders_that_cannot_be(small, tmp_path, out, says):
+def test_output_folders_that_cannot_be(small, tmp_path):
     (tmp_path / "file").write_text("mine")
-    refused(tmp_path, [*small, f"--out={out}"], says)
+    refused(tmp_path, [*small, "--out="], "name a folder")
+    refused(tmp_path, [*small, "--out=file"], "file: cannot be written to")
     assert (tmp_path / "file").read_text() == "mine"
