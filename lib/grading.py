@@ -23,8 +23,7 @@ LONGEST = 1000  # characters; a longer answer is compared as it stands (MATH's l
 DEEPEST = 12    # nested brackets; what lies deeper is compared as text
 
 
-# --------------------------------------------------------------------------------------------------
-# find the boxed answer
+# ---- find the boxed answer -----------------------------------------------------------------------
 
 # group 1: the brace of \boxed{, group 2: the 2 of `\boxed 2`
 BOX = re.compile(r"\\?\\(?:boxed|fbox)(?![a-zA-Z])(?:\s*(\{)|\s+([^\s{}$\\]+))?")
@@ -73,8 +72,7 @@ def unboxed(text):
     return last_boxed(text) if BOX.search(text) else text.strip() or None
 
 
-# --------------------------------------------------------------------------------------------------
-# clean: one spelling for everything
+# ---- clean: one spelling for everything ----------------------------------------------------------
 
 UNICODE = str.maketrans({
     "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "√": "\\sqrt ", "²": "^2", "³": "^3",
@@ -268,8 +266,7 @@ def braced(text):
     return "".join(out).replace("} ", "}")
 
 
-# --------------------------------------------------------------------------------------------------
-# parse: a tree of (kind, children)
+# ---- parse: a tree of (kind, children) -----------------------------------------------------------
 
 # what may stand before `=`: x, x_{1}, f(x), AB, area, \theta, (x,y), AB/CD
 NAME = re.compile(
@@ -487,17 +484,24 @@ def terms(s, depth=0):
 
 def term(s, depth):
     """The terms of one unsigned term: a number, a fraction, a mixed number, a number times text,
-    or a sum over a number."""
+    or a sum over a number. What no rule reads is text."""
+    as_text = [(arguments(s, depth), Fraction(1))]
     c, rest = number(s)
+    k = Fraction(1) if c is None else c
     if c is not None and not rest:
         return [("", c)]
+    if c is not None and (m := re.fullmatch(r" ([0-9]{1,99}/[0-9]{1,99})|(\\frac.*)", rest)):
+        part = value(m[1] or m[2], depth)
+        if part is not None:  # 3 1/2, 3\frac{1}{2}
+            return [("", c + part)] if c.denominator == 1 and 0 < part < 1 else as_text
     if rest.startswith("\\frac{"):
-        found = tex_fraction(s, c, rest, depth)
-        if found:
-            return found
+        found = fraction(c, rest, depth)
+        if found is not None:
+            return found or as_text
     elif c is not None and not MULTIPLE.match(rest):
-        return plain_fraction(c, rest) or alone(s, depth)
-    k = Fraction(1) if c is None else c
+        m = re.fullmatch(r"/(-?)(.+)", rest)  # 3/4, 3/-4
+        d, tail = number(m[2]) if m else (None, "")
+        return [("", c / (-d if m[1] else d))] if d and not tail else as_text
     m = re.fullmatch(r"([^/]+)/([0-9]{1,99})", rest)
     if m and int(m[2]) and not re.search(r"\\(?!sqrt|frac)", m[1]):  # \sqrt{2}/2, (1+\sqrt{5})/2
         top = [(factors(m[1], depth), Fraction(1))]
@@ -507,46 +511,23 @@ def term(s, depth):
     return [(factors(rest, depth), k)]
 
 
-def alone(s, depth):
-    """No rule holds: all of it is text."""
-    return [(arguments(s, depth), Fraction(1))]
-
-
-def mixed(whole, part):
-    """3 and 1/2 are 7/2; None if these make no mixed number."""
-    return [("", whole + part)] if whole.denominator == 1 and 0 < part < 1 else None
-
-
-def plain_fraction(c, rest):
-    """The term of 3/4, of 3/-4 or of 3 1/2, where c is 3; None if rest is nothing like that."""
-    m = re.fullmatch(r" ([0-9]{1,99})/([0-9]{1,99})", rest)
-    if m:
-        return mixed(c, Fraction(int(m[1]), int(m[2]))) if int(m[2]) else None
-    m = re.fullmatch(r"/(-?)(.+)", rest)
-    d, tail = number(m[2]) if m else (None, "")
-    return [("", c / (-d if m[1] else d))] if d and not tail else None
-
-
-def tex_fraction(s, c, rest, depth):
-    """The terms of s, which is the number c (or None) and then rest, which begins with \\frac{;
-    None if they are those of any factor."""
-    i = closing(rest, 5)
-    j = closing(rest, i + 1) if rest[i + 1:i + 2] == "{" else -1
-    if j < 0 or rest[i] + rest[j] != "}}":
-        return alone(s, depth)
+def fraction(c, s, depth):
+    """The terms of the number c (or None) times s, which begins with \\frac{; [] if they are no
+    such thing, None if they are those of any factor."""
+    i = closing(s, 5)
+    j = closing(s, i + 1) if s[i + 1:i + 2] == "{" else -1
+    if j < 0 or s[i] + s[j] != "}}":
+        return []
     k = Fraction(1) if c is None else c
-    top, d, tail = terms(rest[6:i], depth), value(rest[i + 2:j], depth), rest[j + 1:]
-    if d and len(top) == 1 and top[0][0] == "":
-        if c is not None:  # 3\frac{1}{2}
-            return not tail and mixed(c, top[0][1] / d) or alone(s, depth)
-        if tail and not MULTIPLE.match(tail):
-            return alone(s, depth)
-        return [(factors(tail, depth), top[0][1] / d)]  # \frac{3}{4}, \frac{3}{4}π
+    top, d, tail = terms(s[6:i], depth), value(s[i + 2:j], depth), s[j + 1:]
+    if d and len(top) == 1 and top[0][0] == "":  # \frac{3}{4}π
+        fine = c is None and (not tail or MULTIPLE.match(tail))
+        return [(factors(tail, depth), top[0][1] / d)] if fine else []
     if d and not tail:  # \frac{1+\sqrt{5}}{2}
         return [(text, k * a / d) for text, a in top]
     if len(top) == 1 and top[0][1] != 1 and not tail:  # \frac{-2x}{y}
         text, a = top[0]
-        return [(factors(f"\\frac{{{text or '1'}}}{rest[i + 1:]}", depth), k * a)]
+        return [(factors(f"\\frac{{{text or '1'}}}{s[i + 1:]}", depth), k * a)]
     return None
 
 
@@ -580,8 +561,7 @@ def factors(s, depth):
     return "".join(sorted(f"({written(inner, depth + 1)}){power}" for inner, power in groups))
 
 
-# --------------------------------------------------------------------------------------------------
-# compare
+# ---- compare -------------------------------------------------------------------------------------
 
 def same(a, b):
     """Are two trees equal? Child by child; sets, unions and alternatives in any order. A name
@@ -608,15 +588,13 @@ def same(a, b):
 
 # What rows and models write where there is no answer. Not among them is what answers a question:
 # `no solution`, `does not exist`, `neither`, `empty`, `cannot be determined`.
-PLACEHOLDERS = set((
-    "proof, proved, proven, qed, q e d, proof required, proof needed, proof omitted, proof "
-    "problem, no proof, to be proved, none, null, nan, inf, none given, none provided, unknown, "
-    "undefined, unspecified, unavailable, unanswered, missing, missing answer, notfound, not "
-    "found, answer not found, not available, not applicable, not given, not provided, not "
-    "specified, not stated, not known, not defined, not extracted, noanswer, no answer, no answer "
-    "found, no answer given, no answer provided, no answer available, no final answer, tbd, tba, "
-    "todo, pending, placeholder, to be determined, to be added, idk, don t know, i don t know, i "
-    "do not know").split(", "))
+PLACEHOLDER = re.compile(
+    "(no )?proof|proof (required|needed|omitted|problem)|prove[dn]|qed|q e d|null|nan|inf"
+    "|none( given| provided)?|un(known|defined|specified|available|answered)|missing( answer)?"
+    "|(answer )?not found|notfound|not (available|applicable|given|provided|specified|stated)"
+    "|not (known|defined|extracted)|no ?answer|no answer (found|given|provided|available)"
+    "|no final answer|tbd|tba|todo|pending|placeholder|to be (proved|determined|added)|idk"
+    "|(i )?don t know|i do not know|(see|refer to)( .*)?")
 NOT_APPLICABLE = re.compile(r"[\W_]*(?:[nN] ?[/.] ?[aA]|NA)[\W_]*")
 SOMETHING = re.compile(r"[^\W_]|[∞∅<>=≤≥]")
 
@@ -634,10 +612,8 @@ def is_placeholder(text):
         return True
     head = stated(unboxed(text[:LONGEST]) or "")
     words = " ".join(re.findall("[a-z0-9]+", re.sub(r"\\[a-zA-Z]+", " ", head).lower()))
-    if f"{words} ".startswith(("see ", "refer to ")) or words in PLACEHOLDERS:
-        return True
     by_zero = len(text) <= LONGEST and re.search(r"/0+(?![0-9.])|\}\{0+\}", clean(text))
-    return bool(by_zero or NOT_APPLICABLE.fullmatch(head))
+    return bool(by_zero or PLACEHOLDER.fullmatch(words) or NOT_APPLICABLE.fullmatch(head))
 
 
 def answers_equal(pred, gold):
@@ -655,8 +631,7 @@ def answers_equal(pred, gold):
     return pred == gold or same(parse(pred), parse(gold))
 
 
-# --------------------------------------------------------------------------------------------------
-# a table of hard cases: python rewards.py
+# ---- a table of hard cases: python rewards.py ----------------------------------------------------
 
 HARD_CASES = (  # prediction, gold, equal?, why
     ("2{,}125", "2,125", True, "thousands separators are dropped on both sides"),
