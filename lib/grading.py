@@ -164,7 +164,8 @@ NO_UNITS = set("""am pm hundred thousand million billion trillion dozen half hal
 
 
 def drop_unit(m, taken):
-    """A unit behind a number goes; what else stands there stays, words of NO_UNITS as written."""
+    """A unit behind a number goes; what else stands there stays, words of NO_UNITS as written.
+    taken: the short words of the other side."""
     link, marked, plain, power = m.groups()
     before = m.string[max(0, m.start() - 60):m.start()]
     words = re.findall("[A-Za-z]+", (plain or marked or "").replace(".", ""))
@@ -182,21 +183,18 @@ def drop_unit(m, taken):
     elif marked:
         unit = named
     elif first in SPACED or first == "L":
-        unit = (link or first == "L") and not may_be_variables(before, plain, power, words, taken)
+        # A short plain unit may be a variable. Not when the number before it stands by itself, all
+        # are known units, joined by a slash if there are two, none is squared but m (4 s^2), and
+        # none is taken.
+        alone = re.search(r"(?:^|[,;∨=≈]) ?[-+]? ?[0-9][0-9.,/ ]*$", before)
+        known = all(word in GLUED | SPACED or len(word) > 2 for word in words)
+        one = re.fullmatch(r"[A-Za-z]+(/[A-Za-z]+)?[. ]*", plain)
+        squared = power and plain.strip() != "m" and not (one and one[1])
+        unit = ((link or first == "L") and alone and known and one and not squared
+                and not taken & set(words))
     else:
         unit = first in GLUED or link and len(first) > 2 and len(words) < 6
     return "" if unit else m[0]
-
-
-def may_be_variables(before, plain, power, words, taken):
-    """May a short plain unit be a variable? Not when the number before it stands by itself, all are
-    known units, joined by a slash if there are two, none is squared but m (4 s^2), and none is in
-    taken, the short words of the other side."""
-    alone = re.search(r"(?:^|[,;∨=≈]) ?[-+]? ?[0-9][0-9.,/ ]*$", before)
-    known = all(word in GLUED | SPACED or len(word) > 2 for word in words)
-    one = re.fullmatch(r"[A-Za-z]+(/[A-Za-z]+)?[. ]*", plain)
-    squared = power and plain.strip() != "m" and not (one and one[1])
-    return not (alone and known and one) or squared or taken & set(words)
 
 
 STATED = re.compile(r"(?i)(?:^|[.:!?\n])[\s*]*(?:(?:(?:so|thus|hence|therefore),? )?(?:the )?"
@@ -328,7 +326,13 @@ def parse(s, depth=0):
     if found:
         return relation(parts, found, depth + 1)
     if s[0] in "([{⦃" and closing(s) == len(s) - 1:
-        return bracketed(s, depth)
+        kind = s[0] + s[-1]
+        parts, found = split(s[1:-1], ",;")
+        if kind == "{}" or kind == "()" and not found:  # (5) is 5
+            return parse(s[1:-1], depth + 1)
+        if kind == "⦃⦄":
+            return "set", children(parts)
+        return listed(kind, children(parts)) if all(parts) else ("text", s)
     m = re.fullmatch(r"\\begin\{([pbvBV]?)matrix\}(.*)\\end\{\1matrix\}", s)
     if m and "\\begin" not in m[2]:
         rows = [("row", children(split(row, "&")[0])) for row in m[2].strip("¶").split("¶")]
@@ -336,18 +340,6 @@ def parse(s, depth=0):
     if s.count("±") == 1 and "∓" not in s:
         return "or", children([s.replace("±", sign) for sign in "+-"])
     return "sum", sorted(terms(s, depth))
-
-
-def bracketed(s, depth):
-    """The tree of one pair of brackets: (5) is 5, else a set, a tuple, an interval."""
-    kind = s[0] + s[-1]
-    parts, found = split(s[1:-1], ",;")
-    if kind == "{}" or kind == "()" and not found:
-        return parse(s[1:-1], depth + 1)
-    items = [parse(p, depth + 1) for p in parts]
-    if kind == "⦃⦄":
-        return "set", items
-    return listed(kind, items) if all(parts) else ("text", s)
 
 
 def grouped(s, parts, found):

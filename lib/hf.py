@@ -31,8 +31,7 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
 
 
-# --------------------------------------------------------------------------------------------------
-# config.json
+# ---- config.json ---------------------------------------------------------------------------------
 
 @dataclass
 class Config:
@@ -166,8 +165,7 @@ def read_config(folder):
     return Config.from_dict(read_json(path), path)
 
 
-# --------------------------------------------------------------------------------------------------
-# weights in
+# ---- weights in ----------------------------------------------------------------------------------
 
 def load_weights(model, folder):
     """Copies the weights of `folder` into the model, one tensor at a time, and returns the dtype
@@ -258,8 +256,7 @@ def read_file(path):
                          f"{str(e)[:200]}); download it again") from None
 
 
-# --------------------------------------------------------------------------------------------------
-# weights out
+# ---- weights out ---------------------------------------------------------------------------------
 
 @torch.no_grad()
 def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):

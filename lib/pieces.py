@@ -107,8 +107,7 @@ def split_pattern(pattern):
                   lambda m: "(?!.)" if m[0] == "$" else m[0], pattern)
 
 
-# ------------------------------------------------------------------------------------------------
-# a chain of cuts
+# ---- a chain of cuts -----------------------------------------------------------------------------
 
 def check_chain(cuts):
     """ValueError if `pieces` cannot promise HF's pieces."""

@@ -146,8 +146,7 @@ def test_an_adapter_keeps_its_own_tokenizer(tmp_path):
         assert (tmp_path / name / "tokenizer.json").read_text() == "its own"
 
 
-# --------------------------------------------------------------------------------------------------
-# what PEFT's folders may hold
+# ---- what PEFT's folders may hold ----------------------------------------------------------------
 
 def only(*parts):
     return lambda t: {k: v for k, v in t.items() if any(part in k for part in parts)}

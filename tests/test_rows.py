@@ -24,8 +24,7 @@ def load(tmp_path, row, *fields):
     return data.load_problems(write(tmp_path / "rows.jsonl", row), "train", *fields)[0]
 
 
-# ----------------------------------------------------------------------------------------
-# the layouts of real files, with rows of our own
+# ---- the layouts of real files, with rows of our own ---------------------------------------------
 
 def test_gsm8k_layout(tmp_path):
     """Gold after the last `####`, comma and sign kept; calculator marks leak nowhere."""
@@ -189,8 +188,7 @@ def test_a_problem_becomes_a_row_and_a_problem_again(tmp_path):
     assert data.load_problems(path, "test") == problems
 
 
-# ----------------------------------------------------------------------------------------
-# rows and files that are refused or left out
+# ---- rows and files that are refused or left out -------------------------------------------------
 
 FINE = {"question": "fine", "answer": "1"}
 
