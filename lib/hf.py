@@ -286,7 +286,7 @@ def merged_parameter(model, name):
 def write_shards(folder, model, dtype, shard_bytes):
     """Writes the weights to a folder inside and moves the files up. Those of an earlier save stay
     until then, and go if they are not overwritten: two sets of weights are ambiguous."""
-    shards, room = [], 0
+    shards, room, total = [], 0, 0
     for name, p in model.named_parameters():
         if "lora_" in name:
             continue
@@ -296,16 +296,16 @@ def write_shards(folder, model, dtype, shard_bytes):
             room = shard_bytes
         shards[-1].append(name)
         room -= size
+        total += size
     files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names
              for i, names in enumerate(shards, 1)}
     if len(shards) == 1:
         files = {"model.safetensors": shards[0]}
-    new, total, saving = list(files), 0, os.path.join(folder, "saving")
+    new, saving = list(files), os.path.join(folder, "saving")
     os.makedirs(saving, exist_ok=True)
     try:
         for file, names in files.items():
             tensors = {name: merged_parameter(model, name).to(dtype) for name in names}
-            total += sum(tensor.nbytes for tensor in tensors.values())
             save_tensors(os.path.join(saving, file), tensors)
         if len(shards) > 1:
             new.append(INDEX)
