@@ -56,7 +56,7 @@ def test_answers_that_look_like_placeholders(text):
     assert not is_placeholder(text) and equal(text, text)
 
 
-# verdicts by hand ---------------------------------------------------------------------------------
+# ---- verdicts by hand ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("pred, gold, verdict, why", HARD_CASES)
 def test_hard_cases(pred, gold, verdict, why):
@@ -284,7 +284,7 @@ def test_inequalities_against_brute_force():
     assert accepted > 20
 
 
-# hostile text -------------------------------------------------------------------------------------
+# ---- hostile text --------------------------------------------------------------------------------
 
 PIECES = [
     "{", "}", "(", ")", "[", "\\{", "\\frac", "\\frac{", "\\frac{1+", "}{2}", "\\sqrt", "\\sqrt[",
@@ -295,24 +295,17 @@ PIECES = [
     "</reasoning>", "<think>", "-(-", "10^{", " 1/2", "٣", "½", "$", "%", "\\ ", "\\left(", "0"]
 
 
-@pytest.fixture
-def no_collection():
-    """Python's garbage collector walks all that earlier tests left, which takes longer than what is
-    timed here."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def grade(text):
     """All that reads a text, as it stands and in the tags; the seconds that it took."""
+    gc.disable()  # it would walk all that earlier tests left
     begin = time.process_time()
     wrapped = f"<reasoning>a</reasoning><answer>{text}</answer>"
     verdicts = answers_equal(text, "4"), accuracy_reward(text, "4"), accuracy_reward(wrapped, "4")
     extract_answer(text)
     format_reward(text)
-    return verdicts, time.process_time() - begin
+    seconds = time.process_time() - begin
+    gc.enable()
+    return verdicts, seconds
 
 
 @pytest.mark.parametrize("text", [
@@ -321,14 +314,14 @@ def grade(text):
     "\\boxed{1}, " * 3000, "\\boxed{1}, " * 80, "1e999999999", "-1e-999999999", "9" * 6000,
     "9**9**9", "1/(1-1)", "{" * 5000, "{" * 499 + "5" + "}" * 499, "()", "1" + "," * 900,
     "\\frac{" * 150 + "1" + "}{2}" * 150, "0." + "0" * 900 + "1", " " * 997 + "5"])
-def test_hostile_answers_are_wrong_and_fast(text, no_collection):
+def test_hostile_answers_are_wrong_and_fast(text):
     """Guards: nested lazy or white space quantifiers (a minute for 4,000 blanks), int() of huge
     exponents, eval, deep recursion."""
     verdicts, seconds = grade(text)
     assert not any(verdicts) and seconds < 0.2
 
 
-def test_any_text_is_read_in_time(no_collection):
+def test_any_text_is_read_in_time():
     """Repeated and shuffled pieces of TeX, of 1,000 characters (parsed) and of 100,000 (compared as
     they stand): no exception, no delay."""
     rng = random.Random(0)
