@@ -17,7 +17,7 @@ wrong answers does more harm than missing an odd spelling of a right one.
 """
 import re
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 
 LONGEST = 1000  # characters; a longer answer is compared as it stands (MATH's longest gold has 159)
 DEEPEST = 12    # nested brackets; what lies deeper is compared as text
@@ -91,62 +91,6 @@ COMMANDS = {
     **dict.fromkeys("textbf textit textrm textnormal texttt textsf mathrm mathbf mathit mathsf "
                     "mbox operatorname".split(), "\\text")}
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-END = r"(?= ?(?:[,;∨)\]⦄=<>≤≥≈]|$))"  # where an element of an answer ends
-
-
-# The rules go in this order; white space has become single blanks.
-BEFORE_UNITS = (
-    (r"</?answer>", ""),
-    (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
-    (r"\\q?quad", " "),
-    # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
-    (r"\\([a-zA-Z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    # braces of a set, apart from those of TeX
-    (r"\\\{", "⦃"), (r"\\\}", "⦄"),
-    (r"<=", "≤"), (r">=", "≥"), (r"(?<![0-9])!=", "≠"),
-    # 10,\!000 and 10{,}000 and 10\,000 -> 10000
-    (r"(?<=[0-9])(?:, ?\\!|\\[!, ]|\{,\}) ?(?=[0-9]{3}(?![0-9]))", ""),
-    # USD 5 -> 5, pi/3 -> π/3
-    (rf"(?<![A-Za-z\\])(?:\\text ?\{{ ?{CURRENCY} ?\}}|{CURRENCY})[ ~]?"
-     r"(?=\\?\$? ?[-+]?[.0-9])", ""),
-    (r"(?<![A-Za-z\\])[pP]i(?![A-Za-z])", "π"), (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", "∞"),
-    # spacing, then $..$, \(..\), \[..\], $5 and \$5
-    (r"\\!", ""), (r"\\[,;: ]|~", " "), (r"\\?\$|\\[()\[\]]", " "),
-    # 5\%, 5^\circ, 5^{\text{th}} -> 5
-    (r"\\?%|\^ ?\{? ?(?:\\circ|\\text ?\{(?:st|nd|rd|th)\}) ?\}?", " "),
-    (r" +", " "), (r"\\text \{", r"\\text{"),
-    # 1:03 P.M. -> 1:03pm
-    (r"(?i)(?<=[0-9])( ?\\text\{)? ?([ap])\.?m\b\.?",
-     lambda m: (m[1] or "") + m[2].lower() + "m"),
-    (r"[ .,;:\\]+$", ""),  # 45. -> 45
-    # 1 and 2 -> 1, 2
-    (r" ?,? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])) ?",
-     lambda m: "∨" if "or" in m.groups() else ", "),
-)
-# 5 cm, $5/day, 5 \text{ apples}
-UNIT = re.compile(r"(?<=[0-9}π])( ?/? ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))"
-                  r"( ?\^ ?\{?[23]\}?)?" + END)
-AFTER_UNITS = (
-    (r"\\text\{([^{}]*)\}", r" \1 "),  # \text{Even} -> Even
-    # sqrt(3) -> \sqrt{3}
-    (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
-    # 2,125 -> 2125, but (2,125) is a pair
-    (r"^[^(\[⦃{][^(\[⦃]*$", lambda m: THOUSANDS.sub(lambda n: n[0].replace(",", ""), m[0])),
-    # no blanks, except between two digits
-    (r" +", " "), (r"(?<![0-9.]) | (?![0-9.])", ""),
-    (r"(?<=[0-9A-Za-zπ)}])\*(?=[A-Za-zπ(]|\\(?!frac))(?![eE][0-9])", ""),  # 2*x -> 2x
-    (r"-\(-([0-9.]+)\)", r"+\1"),  # - (-1) -> +1
-    # x/(x+1) -> \frac{x}{x+1}
-    (r"(?<![\w^_})!.\\])(?:([0-9A-Za-zπ]+)|\(([^()]*)\))/\(([^()]*)\)(?![\w^!({\\])",
-     r"\\frac{\1\2}{\3}"),
-    (r"[(\[]\\begin\{array\}\{[clr|]*\}(.*?)\\end\{array\}[)\]]",
-     r"\\begin{pmatrix}\1\\end{pmatrix}"),
-    (r"\\mathbb\{?R\}?|ℝ|(?i:^allreal(?:s|numbers)$)", "(-∞,∞)"),
-    # 0.1\overline{6} -> \frac{16 - 1}{90}
-    (r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\overline\{([0-9]{1,50})\}(?![0-9.])",
-     lambda m: f"\\frac{{{int(m[1] + m[2] + m[3]) - int(m[1] + m[2] or 0)}}}"
-               f"{{{'9' * len(m[3])}{'0' * len(m[2])}}}"),
-)
 # short units that may follow a number at once, as in 5cm; those that need a blank before them;
 # what may follow a slash
 GLUED = set("""L cm mm km kg mg ml mL ft in yd mi lb lbs oz hr hrs mph kph kmh sq gm st nd rd th
@@ -197,6 +141,58 @@ def drop_unit(m, taken):
     return "" if unit else m[0]
 
 
+# The rules go in this order; white space has become single blanks.
+RULES = (
+    (r"</?answer>", ""),
+    (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
+    (r"\\q?quad", " "),
+    # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
+    (r"\\([a-zA-Z]+)", lambda m: COMMANDS.get(m[1], m[0])),
+    # braces of a set, apart from those of TeX
+    (r"\\\{", "⦃"), (r"\\\}", "⦄"),
+    (r"<=", "≤"), (r">=", "≥"), (r"(?<![0-9])!=", "≠"),
+    # 10,\!000 and 10{,}000 and 10\,000 -> 10000
+    (r"(?<=[0-9])(?:, ?\\!|\\[!, ]|\{,\}) ?(?=[0-9]{3}(?![0-9]))", ""),
+    # USD 5 -> 5, pi/3 -> π/3
+    (rf"(?<![A-Za-z\\])(?:\\text ?\{{ ?{CURRENCY} ?\}}|{CURRENCY})[ ~]?"
+     r"(?=\\?\$? ?[-+]?[.0-9])", ""),
+    (r"(?<![A-Za-z\\])[pP]i(?![A-Za-z])", "π"), (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", "∞"),
+    # spacing, then $..$, \(..\), \[..\], $5 and \$5
+    (r"\\!", ""), (r"\\[,;: ]|~", " "), (r"\\?\$|\\[()\[\]]", " "),
+    # 5\%, 5^\circ, 5^{\text{th}} -> 5
+    (r"\\?%|\^ ?\{? ?(?:\\circ|\\text ?\{(?:st|nd|rd|th)\}) ?\}?", " "),
+    (r" +", " "), (r"\\text \{", r"\\text{"),
+    # 1:03 P.M. -> 1:03pm
+    (r"(?i)(?<=[0-9])( ?\\text\{)? ?([ap])\.?m\b\.?",
+     lambda m: (m[1] or "") + m[2].lower() + "m"),
+    (r"[ .,;:\\]+$", ""),  # 45. -> 45
+    # 1 and 2 -> 1, 2
+    (r" ?,? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])) ?",
+     lambda m: "∨" if "or" in m.groups() else ", "),
+    # 5 cm, $5/day, 5 \text{ apples}, each where an element of the answer ends
+    (r"(?<=[0-9}π])( ?/? ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))( ?\^ ?\{?[23]\}?)?"
+     r"(?= ?(?:[,;∨)\]⦄=<>≤≥≈]|$))", drop_unit),
+    (r"\\text\{([^{}]*)\}", r" \1 "),  # \text{Even} -> Even
+    # sqrt(3) -> \sqrt{3}
+    (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    # 2,125 -> 2125, but (2,125) is a pair
+    (r"^[^(\[⦃{][^(\[⦃]*$", lambda m: THOUSANDS.sub(lambda n: n[0].replace(",", ""), m[0])),
+    # no blanks, except between two digits
+    (r" +", " "), (r"(?<![0-9.]) | (?![0-9.])", ""),
+    (r"(?<=[0-9A-Za-zπ)}])\*(?=[A-Za-zπ(]|\\(?!frac))(?![eE][0-9])", ""),  # 2*x -> 2x
+    (r"-\(-([0-9.]+)\)", r"+\1"),  # - (-1) -> +1
+    # x/(x+1) -> \frac{x}{x+1}
+    (r"(?<![\w^_})!.\\])(?:([0-9A-Za-zπ]+)|\(([^()]*)\))/\(([^()]*)\)(?![\w^!({\\])",
+     r"\\frac{\1\2}{\3}"),
+    (r"[(\[]\\begin\{array\}\{[clr|]*\}(.*?)\\end\{array\}[)\]]",
+     r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (r"\\mathbb\{?R\}?|ℝ|(?i:^allreal(?:s|numbers)$)", "(-∞,∞)"),
+    # 0.1\overline{6} -> \frac{16 - 1}{90}
+    (r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\overline\{([0-9]{1,50})\}(?![0-9.])",
+     lambda m: f"\\frac{{{int(m[1] + m[2] + m[3]) - int(m[1] + m[2] or 0)}}}"
+               f"{{{'9' * len(m[3])}{'0' * len(m[2])}}}"),
+)
+
 STATED = re.compile(r"(?i)(?:^|[.:!?\n])[\s*]*(?:(?:(?:so|thus|hence|therefore),? )?(?:the )?"
                     r"(?:final )?(?:answer|solution)\b(?: is\b)?:?[\s*]*)+|(?:^|\n)[\s*]*####")
 LINKING = set("""so thus hence therefore then finally we find get have obtain see conclude that this
@@ -227,13 +223,10 @@ def clean(text, other=""):
         text = text.replace("\\\\", "¶")
     else:
         text = re.sub(r"\\\\(?=[a-zA-Z{}])", r"\\", text)
-    for pattern, to in BEFORE_UNITS:
-        text = re.sub(pattern, to, text)
     outside = re.sub(r"\\[a-zA-Z]+ ?(?:\{[^{}]*\})?", " ", other)
     taken = {c for w in re.findall("[A-Za-z]+", outside) if len(w) < 3 for c in (w, *w)}
-    text = UNIT.sub(lambda m: drop_unit(m, taken), text)
-    for pattern, to in AFTER_UNITS:
-        text = re.sub(pattern, to, text)
+    for pattern, to in RULES:
+        text = re.sub(pattern, partial(to, taken=taken) if to is drop_unit else to, text)
     return braced(text)
 
 
