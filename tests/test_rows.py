@@ -120,12 +120,13 @@ def test_prompts_given_as_messages(tmp_path, row, messages, solution):
 
 @pytest.mark.parametrize("row, question", [
     ({"instruction": "Add.", "input": "2, 3"}, "Add.\n\n2, 3"),
+    ({"question": "Add 2.", "input": "3"}, "Add 2."),
     # SVAMP's body, which holds the numbers, was left out without a word
     *(({about: "3 nails.", "Question": "How many?"}, "3 nails.\n\nHow many?")
       for about in ("Body", "context", "passage"))])
 def test_a_question_comes_with_what_it_is_about(row, question):
     assert rows.read_problem({**row, "answer": 3})["question"] == question
-    name = next(name for name in row if name in ("instruction", "Question"))
+    (name,) = {"instruction", "question", "Question"} & set(row)
     assert rows.read_problem({**row, "answer": 3}, name)["question"] == row[name]
 
 
