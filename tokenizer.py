@@ -50,8 +50,8 @@ def to_bytes(name):
     return bytes(BYTE_OF[c] for c in name) if BYTE_OF.keys() >= set(name) else None
 
 
-# ------------------------------------------------------------------------------------------------
-# tokenizer.json -> tiktoken. Errors are ValueErrors; Tokenizer puts the file's name in front.
+# ---- tokenizer.json -> tiktoken ------------------------------------------------------------------
+# Errors are ValueErrors; Tokenizer puts the file's name in front.
 
 def refuse_other_kinds(spec):
     """ValueError for a model that is no byte-level BPE, with what to take instead."""
@@ -149,8 +149,6 @@ def read_bos(spec):
         return tuple(i for token in tokens for i in token["ids"])
     return ()
 
-
-# ------------------------------------------------------------------------------------------------
 
 class Tokenizer:
     """A tokenizer folder.

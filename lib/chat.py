@@ -114,8 +114,7 @@ def turn_end(template, split):
     return end
 
 
-# ------------------------------------------------------------------------------------------------
-# which characters of a rendered chat are data
+# ---- which characters of a rendered chat are data ------------------------------------------------
 
 def any_of(strings):
     """A regex that captures any of the strings: the leftmost, and there the longest."""

@@ -31,8 +31,7 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
 
 
-# --------------------------------------------------------------------------------------------------
-# config.json
+# ---- config.json ---------------------------------------------------------------------------------
 
 @dataclass
 class Config:
@@ -166,8 +165,7 @@ def read_config(folder):
     return Config.from_dict(read_json(path), path)
 
 
-# --------------------------------------------------------------------------------------------------
-# weights in
+# ---- weights in ----------------------------------------------------------------------------------
 
 def load_weights(model, folder):
     """Copies the weights of `folder` into the model, one tensor at a time, and returns the dtype
@@ -258,8 +256,7 @@ def read_file(path):
                          f"{str(e)[:200]}); download it again") from None
 
 
-# --------------------------------------------------------------------------------------------------
-# weights out
+# ---- weights out ---------------------------------------------------------------------------------
 
 @torch.no_grad()
 def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
@@ -289,7 +286,7 @@ def merged_parameter(model, name):
 def write_shards(folder, model, dtype, shard_bytes):
     """Writes the weights to a folder inside and moves the files up. Those of an earlier save stay
     until then, and go if they are not overwritten: two sets of weights are ambiguous."""
-    shards, room = [], 0
+    shards, room, total = [], 0, 0
     for name, p in model.named_parameters():
         if "lora_" in name:
             continue
@@ -299,16 +296,16 @@ def write_shards(folder, model, dtype, shard_bytes):
             room = shard_bytes
         shards[-1].append(name)
         room -= size
+        total += size
     files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names
              for i, names in enumerate(shards, 1)}
     if len(shards) == 1:
         files = {"model.safetensors": shards[0]}
-    new, total, saving = list(files), 0, os.path.join(folder, "saving")
+    new, saving = list(files), os.path.join(folder, "saving")
     os.makedirs(saving, exist_ok=True)
     try:
         for file, names in files.items():
             tensors = {name: merged_parameter(model, name).to(dtype) for name in names}
-            total += sum(tensor.nbytes for tensor in tensors.values())
             save_tensors(os.path.join(saving, file), tensors)
         if len(shards) > 1:
             new.append(INDEX)

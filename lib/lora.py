@@ -100,8 +100,7 @@ def adapter_as(model, tensors):
             model.get_parameter(name).data = tensor
 
 
-# --------------------------------------------------------------------------------------------------
-# PEFT's folders
+# ---- PEFT's folders ------------------------------------------------------------------------------
 
 def load_adapter(model, folder):
     """Puts an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors or .bin) on

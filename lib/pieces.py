@@ -56,7 +56,12 @@ def read_cuts(pre_tokenizer):
     if len(cuts) < 2 and matches:
         # text between two matches is a piece too; tiktoken would drop it
         return rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+" if between else pattern, []
-    check_chain(cuts)
+    if regex.match(r"\p{Cn}", NEWEST):
+        raise ValueError("needs a newer regex package: pip install --upgrade regex")
+    for pattern, *_ in cuts:
+        if odd := re.search(r"\\(?:P|D|p\{(?:C\w?|Ll|Lo)\})", pattern):
+            raise ValueError(f"pre_tokenizer pattern {pattern!r} in a chain of steps: "
+                             f"{odd[0]} is not the same in all versions of Unicode")
     return WHOLE, cuts
 
 
@@ -107,18 +112,7 @@ def split_pattern(pattern):
                   lambda m: "(?!.)" if m[0] == "$" else m[0], pattern)
 
 
-# ------------------------------------------------------------------------------------------------
-# a chain of cuts
-
-def check_chain(cuts):
-    """ValueError if `pieces` cannot promise HF's pieces."""
-    if regex.match(r"\p{Cn}", NEWEST):
-        raise ValueError("needs a newer regex package: pip install --upgrade regex")
-    for pattern, *_ in cuts:
-        if odd := re.search(r"\\(?:P|D|p\{(?:C\w?|Ll|Lo)\})", pattern):
-            raise ValueError(f"pre_tokenizer pattern {pattern!r} in a chain of steps: "
-                             f"{odd[0]} is not the same in all versions of Unicode")
-
+# ---- a chain of cuts -----------------------------------------------------------------------------
 
 # gives the bytes of the characters that HF and tiktoken do not know
 UNASSIGNED = tiktoken.Encoding("unassigned", pat_str=r"\p{Cn}+", special_tokens={},

@@ -7,12 +7,12 @@ import sys
 
 import torch
 
+from conftest import ROOT
 from data import Problem, demonstration, load_problems
 from lib.arithmetic import addition, imperfect_demonstration, make_tiny_model
 from model import GPT
 from tokenizer import Tokenizer
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALL_TAGS = re.compile(r"<reasoning>([^<>]*)</reasoning><answer>([^<>]*)</answer>")
 
 
@@ -36,8 +36,7 @@ def test_every_addition_is_right_and_on_one_side():
 def test_by_hand():
     by = {p.question: p for s in ("train", "test") for p in load_problems("arithmetic", s)}
     assert by["47+12?"] == Problem("47+12?", "59", "7+2=9;4+1=5", None, "arithmetic")
-    assert (by["47+15?"].solution, by["47+15?"].answer) == ("7+5=12;4+1+1=6", "62")
-    assert (by["99+91?"].solution, by["99+91?"].answer) == ("9+1=10;9+9+1=19", "190")
+    assert by["99+91?"] == Problem("99+91?", "190", "9+1=10;9+9+1=19", None, "arithmetic")
 
 
 def test_imperfect_demonstrations_have_the_shares_they_state():
@@ -55,8 +54,7 @@ def test_imperfect_demonstrations_have_the_shares_they_state():
             assert m[2] == str(10 * tens + units % 10)
             assert (m[1].count("+") == 3) == (units > 9)
             slips.add(int(m[2]) - int(p.answer))
-    # units, tens, or both off by one
-    assert slips == {-11, -10, -9, -1, 0, 1, 9, 10, 11}
+    assert slips == {-11, -10, -9, -1, 0, 1, 9, 10, 11}  # units, tens, or both off by one
     # each of 4 tags missing, misspelt, slash wrong
     kinds = {tuple(re.findall("<[^<>]*>", t)) for t, m in zip(texts, found) if not m}
     assert ("<reasoning>", "</reasoning>", "<answer>", "</answer>") not in kinds

@@ -43,8 +43,7 @@ def test_names(tmp_path, monkeypatch):
             data.load_problems(name, "tset")
 
 
-# ----------------------------------------------------------------------------------------
-# splits and demonstrations
+# ---- splits and demonstrations -------------------------------------------------------------------
 
 def test_held_out_is_disjoint_and_keeps_every_other_row():
     problems = [Problem(f"q{i % 50}", str(i)) for i in range(70)]
@@ -169,8 +168,7 @@ def test_hostile_questions_are_not_encoded():
     assert kept == [(problems[3], [-9, 0])] and skipped == 3 and seen == [6400, 1]
 
 
-# ----------------------------------------------------------------------------------------
-# where a plain completion ends, and thoughts that a prompt begins
+# ---- where a plain completion ends, and thoughts that a prompt begins ----------------------------
 
 @pytest.mark.parametrize("text, kept", [
     ("<answer>4</answer>\n\nProblem: 2", "<answer>4</answer>"),

@@ -56,7 +56,7 @@ def test_answers_that_look_like_placeholders(text):
     assert not is_placeholder(text) and equal(text, text)
 
 
-# verdicts by hand ---------------------------------------------------------------------------------
+# ---- verdicts by hand ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("pred, gold, verdict, why", HARD_CASES)
 def test_hard_cases(pred, gold, verdict, why):
@@ -201,54 +201,37 @@ def test_the_last_line_of_a_worked_solution():
     assert equal("9 * 2 = 18 eggs\n#### 18", "18") and not equal("#### 19\n#### 18", "19")
 
 
-# brute force --------------------------------------------------------------------------------------
+# ---- brute force ---------------------------------------------------------------------------------
 
-def random_leaf(rng):
-    return rng.choice((1, 2, 3, 4, "x", "y", "i", "\\pi"))
-
-
-def random_tree(rng, depth):
-    """A leaf, or (kind, tree, second): second is a tree too behind + - * /, else a leaf."""
-    kind = rng.choice("++--**//rse")
-    if depth == 0 or rng.random() < 0.2:
-        return random_leaf(rng)
-    second = {"r": 0, "s": rng.choice((2, 3)), "e": rng.choice((2, 3, "x"))}
-    return kind, random_tree(rng, depth - 1), second.get(kind) or random_tree(rng, depth - 1)
-
-
-def neighbour(rng, t):
-    """The same tree with two operands swapped or one leaf changed."""
-    if not isinstance(t, tuple):
-        return random_leaf(rng)
-    kind, a, b = t
-    if kind in "+-*/" and rng.random() < 0.35:
-        return kind, b, a
-    if kind in "+-*/" and rng.random() < 0.5:
-        return kind, a, neighbour(rng, b)
-    return kind, neighbour(rng, a), b
-
-
-def read(t, at):
-    """The TeX of a tree, and its number where the letters have the values `at`."""
-    if not isinstance(t, tuple):
-        return str(t), at.get(t, t)
-    kind, (a, p), (b, q) = t[0], read(t[1], at), read(t[2], at)
-    sums = [isinstance(part, tuple) and part[0] in "+-" for part in t[1:]]
+def read(draw, at, depth=3):
+    """A random expression: its TeX, its number where the letters have the values `at`, and whether
+    it is a sum. draw() gives the numbers that decide it."""
+    kind = "++--**//rse0"[draw() % 12] if depth else "0"
+    if kind == "0":
+        leaf = (1, 2, 3, 4, "x", "y", "i", "\\pi")[draw() % 8]
+        return str(leaf), at.get(leaf, leaf), False
+    a, p, a_sum = read(draw, at, depth - 1)
     if kind == "r":
-        return f"\\sqrt{{{a}}}", cmath.sqrt(p)
+        return f"\\sqrt{{{a}}}", cmath.sqrt(p), False
     if kind == "s":
-        return f"({a})^{b}", p ** q
+        n = 2 + draw() % 2
+        return f"({a})^{n}", p ** n, False
     if kind == "e":
-        return f"(x^{{{a}}})" if b == "x" else f"({b})^{{{a}}}", complex(q) ** p
+        base = (2, 3, "x")[draw() % 3]
+        return f"({base}^{{{a}}})", complex(at.get(base, base)) ** p, False
+    b, q, b_sum = read(draw, at, depth - 1)
+    if draw() % 2:
+        a, p, a_sum, b, q, b_sum = b, q, b_sum, a, p, a_sum
     if kind == "/":
-        return f"{a}/{b}" if a.isdigit() and b.isdigit() else f"\\frac{{{a}}}{{{b}}}", p / q
+        return f"{a}/{b}" if a.isdigit() and b.isdigit() else f"\\frac{{{a}}}{{{b}}}", p / q, False
     if kind == "+":
-        return f"{a} + {b}", p + q
-    b = f"({b})" if sums[1] else b
+        return f"{a} + {b}", p + q, True
+    b = f"({b})" if b_sum else b
     if kind == "-":
-        return f"{a}-{b}", p - q
-    a = f"({a})" if sums[0] else a
-    return f"{a} {b}" if b.startswith((*"(xyi", "\\pi", "\\sqrt")) else f"{a}\\cdot {b}", p * q
+        return f"{a}-{b}", p - q, True
+    a = f"({a})" if a_sum else a
+    times = " " if b.startswith((*"(xyi", "\\pi", "\\sqrt")) else r"\cdot "
+    return a + times + b, p * q, False
 
 
 def test_no_two_different_expressions_are_equal():
@@ -259,19 +242,20 @@ def test_no_two_different_expressions_are_equal():
     points = [{"x": 1.37, "y": -0.61, "i": 2.23, "\\pi": cmath.pi},
               {"x": -0.83, "y": 1.91, "i": 0.39, "\\pi": cmath.pi}]
     for _ in range(4000):
-        t = random_tree(rng, 3)
-        u = neighbour(rng, t)
+        draws = [rng.randrange(24) for _ in range(40)]
+        near = list(draws)
+        near[rng.randrange(12)] += 1
         try:
-            pairs = [(read(t, p), read(u, p)) for p in points]
+            found = [[read(iter(d).__next__, at) for at in points] for d in (draws, near)]
         except (ZeroDivisionError, OverflowError):
             continue
-        truth = all(abs(a - b) < 1e-9 for (_, a), (_, b) in pairs)
-        (left, _), (right, _) = pairs[0]
+        (left, *_), (right, *_) = (texts[0] for texts in found)
+        truth = all(abs(a - b) < 1e-9 for (_, a, _), (_, b, _) in zip(*found))
         verdict = answers_equal(left, right)
         assert truth or not verdict, (left, right)
-        accepted += verdict
-        same += truth
-    assert accepted > 0.5 * same > 300  # and it does see through many of them
+        accepted += verdict and left != right
+        same += truth and left != right
+    assert accepted > 0.35 * same > 100  # and it does see through many of them
 
 
 def test_inequalities_against_brute_force():
@@ -300,7 +284,7 @@ def test_inequalities_against_brute_force():
     assert accepted > 20
 
 
-# hostile text -------------------------------------------------------------------------------------
+# ---- hostile text --------------------------------------------------------------------------------
 
 PIECES = [
     "{", "}", "(", ")", "[", "\\{", "\\frac", "\\frac{", "\\frac{1+", "}{2}", "\\sqrt", "\\sqrt[",
@@ -311,24 +295,17 @@ PIECES = [
     "</reasoning>", "<think>", "-(-", "10^{", " 1/2", "٣", "½", "$", "%", "\\ ", "\\left(", "0"]
 
 
-@pytest.fixture
-def no_collection():
-    """Python's garbage collector walks all that earlier tests left, which takes longer than what is
-    timed here."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def grade(text):
     """All that reads a text, as it stands and in the tags; the seconds that it took."""
+    gc.disable()  # it would walk all that earlier tests left
     begin = time.process_time()
     wrapped = f"<reasoning>a</reasoning><answer>{text}</answer>"
     verdicts = answers_equal(text, "4"), accuracy_reward(text, "4"), accuracy_reward(wrapped, "4")
     extract_answer(text)
     format_reward(text)
-    return verdicts, time.process_time() - begin
+    seconds = time.process_time() - begin
+    gc.enable()
+    return verdicts, seconds
 
 
 @pytest.mark.parametrize("text", [
@@ -337,14 +314,14 @@ def grade(text):
     "\\boxed{1}, " * 3000, "\\boxed{1}, " * 80, "1e999999999", "-1e-999999999", "9" * 6000,
     "9**9**9", "1/(1-1)", "{" * 5000, "{" * 499 + "5" + "}" * 499, "()", "1" + "," * 900,
     "\\frac{" * 150 + "1" + "}{2}" * 150, "0." + "0" * 900 + "1", " " * 997 + "5"])
-def test_hostile_answers_are_wrong_and_fast(text, no_collection):
+def test_hostile_answers_are_wrong_and_fast(text):
     """Guards: nested lazy or white space quantifiers (a minute for 4,000 blanks), int() of huge
     exponents, eval, deep recursion."""
     verdicts, seconds = grade(text)
     assert not any(verdicts) and seconds < 0.2
 
 
-def test_any_text_is_read_in_time(no_collection):
+def test_any_text_is_read_in_time():
     """Repeated and shuffled pieces of TeX, of 1,000 characters (parsed) and of 100,000 (compared as
     they stand): no exception, no delay."""
     rng = random.Random(0)

@@ -61,8 +61,7 @@ def assert_holds(model, tensors):
         assert torch.equal(p, tensors[name].to(p.dtype)), name
 
 
-# --------------------------------------------------------------------------------------------------
-# config.json
+# ---- config.json ---------------------------------------------------------------------------------
 
 def test_llama3_frequencies_hand_worked():
     """Regression: `rope_type: llama3` was read but not applied; long text degenerated. Channel pair
@@ -81,12 +80,17 @@ def test_llama3_frequencies_hand_worked():
     torch.testing.assert_close(plain, want, atol=0, rtol=1e-5)
 
 
-def test_default_head_dim():
+def test_what_a_config_may_leave_out():
     six = dict(num_attention_heads=6, sliding_window=None)
     head_dims = [tiny(t, **six).head_dim for t in ("llama", "mistral", "qwen2", "qwen3")]
     assert head_dims == [4, 4, 4, 128]
     assert tiny("qwen3", num_attention_heads=10, head_dim=2).head_dim == 2
-    assert tiny("llama", head_dim=None).head_dim == 6
+    c = tiny(num_key_value_heads=None, max_position_embeddings=None, rms_norm_eps=None,
+             head_dim=None, tie_word_embeddings=None)
+    assert (c.num_key_value_heads, c.max_position_embeddings, c.rms_norm_eps) == (4, 2048, 1e-6)
+    assert c.head_dim == 6 and not c.tie_word_embeddings
+    raw = {key: value for key, value in c.raw.items() if key != "rope_theta" and value is not None}
+    assert Config.from_dict(raw).rope == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("fields, message", (
@@ -141,14 +145,6 @@ def test_what_real_configs_carry(fields):
     tiny(**fields)
 
 
-def test_what_a_config_may_leave_out():
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-              "num_attention_heads")
-    c = Config.from_dict({"model_type": "llama", **{key: TINY[key] for key in needed}})
-    assert (c.num_key_value_heads, c.max_position_embeddings, c.rms_norm_eps) == (4, 2048, 1e-6)
-    assert not c.tie_word_embeddings and c.rope == {"rope_type": "default", "rope_theta": 10000.0}
-
-
 def test_a_config_too_large_for_the_machine_is_refused(tmp_path):
     large = {**config_of("llama_gqa"), "vocab_size": 2**62, "hidden_size": 2**31 - 2}
     folder = write(tmp_path / "a", large, weights_of("llama_gqa"))
@@ -158,8 +154,7 @@ def test_a_config_too_large_for_the_machine_is_refused(tmp_path):
         GPT.from_pretrained(os.path.join(HF, "llama_gqa"), device="abacus")
 
 
-# --------------------------------------------------------------------------------------------------
-# weights in
+# ---- weights in ----------------------------------------------------------------------------------
 
 def test_a_tied_head_is_the_embedding(tmp_path):
     """Regression: KeyError for lm_head.weight, which a tied checkpoint does not store; some store
@@ -196,23 +191,6 @@ def test_pytorch_bin_files_and_what_lies_beside_the_weights(sharded, tmp_path):
     assert_holds(GPT.from_pretrained(folder), tensors)
     other = {k: v + 1 for k, v in tensors.items()}
     assert_holds(GPT.from_pretrained(write(folder, config_of("qwen2_tied"), other)), other)
-
-
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    victim, folder = tmp_path / "victim", write(tmp_path / "a", config_of("qwen2_tied"))
-    tensors = {**weights_of("qwen2_tied"), "x": Malicious(str(victim))}
-    torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin: not a readable file of tensors"):
-        GPT.from_pretrained(folder)
-    assert not victim.exists()
 
 
 W, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -258,13 +236,22 @@ def test_bad_files_are_refused(name, content, message, tmp_path):
         GPT.from_pretrained(folder)
 
 
-def test_bin_files_of_other_things_are_refused(tmp_path):
-    path = write(tmp_path / "a", config_of("llama_gqa")) / "pytorch_model.bin"
-    for content, message in (([torch.ones(2)], "not a readable file of tensors"),
-                             ({"model": {W: torch.ones(2)}}, "tensor 'model' has no place")):
-        torch.save(content, path)
-        with pytest.raises(ValueError, match=f"pytorch_model.bin: {message}"):
-            GPT.from_pretrained(tmp_path / "a")
+class RunsCode:
+    def __reduce__(self):
+        return open, ("victim", "w")
+
+
+@pytest.mark.parametrize("content, message", (
+    ([torch.ones(2)], "not a readable file of tensors"),
+    ({"model": {W: torch.ones(2)}}, "tensor 'model' has no place"),
+    ({W: RunsCode()}, "not a readable file of tensors"),
+))
+def test_bin_files_of_other_things_are_refused(content, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, write(tmp_path / "a", config_of("llama_gqa")) / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=f"pytorch_model.bin: {message}"):
+        GPT.from_pretrained(tmp_path / "a")
+    assert not os.path.exists("victim")
 
 
 @pytest.mark.parametrize("folder, message", (
@@ -278,8 +265,15 @@ def test_folders_that_are_no_models(folder, message):
         GPT.from_pretrained(folder)
 
 
-# --------------------------------------------------------------------------------------------------
-# weights out
+def test_a_run_is_no_model_but_a_model_may_hold_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="the folder of a run; its policy is in .*/model"):
+        check_model_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    check_model_folder(tmp_path)
+
+
+# ---- weights out ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ("llama_gqa", "qwen2_tied", "qwen2_sharded", "qwen3"))
 def test_a_saved_folder_holds_what_was_loaded(name, tmp_path):
@@ -399,12 +393,3 @@ def test_weights_are_read_one_tensor_at_a_time(monkeypatch):
     monkeypatch.setattr(lib.hf, "check_tensor", watched)
     GPT.from_pretrained(os.path.join(HF, "qwen2_sharded"))
     assert len(seen) == 27
-
-
-def test_a_run_given_as_a_model_is_told_apart_from_a_model_with_metrics(tmp_path):
-    """A model's folder that also holds a metrics.jsonl, as other tools write it, is a model."""
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="the folder of a run; its policy is in .*/model"):
-        check_model_folder(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    check_model_folder(tmp_path)

@@ -13,7 +13,6 @@ from model import GPT
 HF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fixtures", "hf")
 BASE, ADAPTER = os.path.join(HF, "qwen2_tied"), os.path.join(HF, "lora_qwen2")
 PREFIX = "base_model.model."
-Q = PREFIX + "model.layers.1.self_attn.q_proj.lora_"
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -26,17 +25,22 @@ def tensors_of(folder, file="adapter_model.safetensors"):
     return load_file(os.path.join(folder, file))
 
 
+TENSORS = tensors_of(ADAPTER)
+Q0, Q1 = (PREFIX + f"model.layers.{layer}.self_attn.q_proj.lora_" for layer in range(2))
+
+
 def config_of(folder):
     with open(os.path.join(folder, "adapter_config.json")) as f:
         return json.load(f)
 
 
-def adapter(folder, change=None, **fields):
-    """A copy of the fixture's adapter, tensors changed (None: without it), other fields."""
-    folder.mkdir(exist_ok=True)
+def adapter(folder, changed=(), **fields):
+    """A copy of the fixture's adapter with other fields and changed tensors (None: without it), by
+    name."""
+    folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({**config_of(ADAPTER), **fields}))
-    tensors = change(tensors_of(ADAPTER)) if change else tensors_of(ADAPTER)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    tensors = {k: v.contiguous() for k, v in {**TENSORS, **dict(changed)}.items() if v is not None}
+    save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 
@@ -146,38 +150,33 @@ def test_an_adapter_keeps_its_own_tokenizer(tmp_path):
         assert (tmp_path / name / "tokenizer.json").read_text() == "its own"
 
 
-# --------------------------------------------------------------------------------------------------
-# what PEFT's folders may hold
+# ---- what PEFT's folders may hold ----------------------------------------------------------------
 
-def only(*parts):
-    return lambda t: {k: v for k, v in t.items() if any(part in k for part in parts)}
-
-
-def halved(t):
-    """q_proj in layer 0 of rank 2: the first two of four."""
-    name = PREFIX + "model.layers.0.self_attn.q_proj.lora_"
-    return {**t, name + "A.weight": t[name + "A.weight"][:2],
-            name + "B.weight": t[name + "B.weight"][:, :2]}
+def without(part):
+    return {name: None for name in TENSORS if part in name}
 
 
 def base_weights(*names):
     base = tensors_of(BASE, "model.safetensors")
-    head = {"lm_head.weight": base[EMBEDDING].clone()}
-    return lambda t: {**t, **{PREFIX + name: {**base, **head}[name] for name in names}}
+    return {PREFIX + name: base.get(name, base[EMBEDDING]).clone() for name in names}
 
 
-# change, fields, and alpha / r (or alpha / sqrt(r)) by the end of the layer's name
+# changed tensors, fields, and alpha / r (or alpha / sqrt(r)) by the end of the layer's name
 VARIANTS = {
-    "rslora": (None, dict(use_rslora=True, lora_alpha=3.0, lora_dropout=0.1), {"": 3 / 2}),
-    "few targets, bfloat16": (lambda t: {k: v.bfloat16() for k, v in only("q_proj")(t).items()},
-                              dict(target_modules=["self_attn.q_proj"], lora_alpha=2), {"": 2 / 4}),
-    "a regular expression": (only("layers.1"), dict(target_modules=r".*\.1\..*"), {"": 8 / 4}),
+    "rslora": ({}, dict(use_rslora=True, lora_alpha=3.0, lora_dropout=0.1), {"": 3 / 2}),
+    "few targets, bfloat16": (
+        {name: t.bfloat16() if "q_proj" in name else None for name, t in TENSORS.items()},
+        dict(target_modules=["self_attn.q_proj"], lora_alpha=2), {"": 2 / 4}),
+    "a regular expression": (without("layers.0"), dict(target_modules=r".*\.1\..*"), {"": 8 / 4}),
     # a pattern is the name's end, not its middle
-    "alpha by pattern": (None, dict(alpha_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_.*": 6,
-                                                   "layers": 9}),
+    "alpha by pattern": ({}, dict(alpha_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_.*": 6,
+                                                 "layers": 9}),
                          {"q_proj": 2 / 4, "layers.1.mlp.up_proj": 6 / 4, "": 8 / 4}),
-    "rank by pattern": (halved, dict(rank_pattern={r"layers\.0\.self_attn\.q_proj": 2}),
-                        {"layers.0.self_attn.q_proj": 8 / 2, "": 8 / 4}),
+    "rank by pattern": (
+        {Q0 + "A.weight": TENSORS[Q0 + "A.weight"][:2],
+         Q0 + "B.weight": TENSORS[Q0 + "B.weight"][:, :2]},
+        dict(rank_pattern={r"layers\.0\.self_attn\.q_proj": 2}),
+        {"layers.0.self_attn.q_proj": 8 / 2, "": 8 / 4}),
     "the base's embeddings": (base_weights(EMBEDDING, "lm_head.weight"), {}, {"": 8 / 4}),
     "untrained modules": (base_weights("model.norm.weight"), dict(modules_to_save=["norm"]),
                           {"": 8 / 4}),
@@ -187,8 +186,8 @@ VARIANTS = {
 @pytest.mark.parametrize("case", VARIANTS)
 def test_adapters_of_all_kinds_give_the_merged_model(case, tmp_path):
     """The logits of W + alpha / r * B A, added by hand; what is saved gives them again."""
-    change, fields, scales = VARIANTS[case]
-    folder = adapter(tmp_path / "a", change, **fields)
+    changed, fields, scales = VARIANTS[case]
+    folder = adapter(tmp_path / "a", changed, **fields)
     tensors, weights = tensors_of(folder), tensors_of(BASE, "model.safetensors")
     for name, A in tensors.items():
         if "lora_A" in name:
@@ -211,44 +210,36 @@ def test_adapters_of_all_kinds_give_the_merged_model(case, tmp_path):
         assert torch.equal(again(ids), model(ids))
 
 
-def plus(**tensors):
-    return lambda t: {**t, **{PREFIX + k.replace("__", "."): v for k, v in tensors.items()}}
-
-
-def without(part):
-    return lambda t: {k: v for k, v in t.items() if part not in k}
-
-
 ONES = torch.ones(4, 64)
 
 
-@pytest.mark.parametrize("change, fields, message", (
-    (None, dict(r=8), r"tensor '.*lora_A.*' has shape \(4, .*r = 8 ask for \(8, "),
-    (None, dict(rank_pattern={"q_proj": 8}), r"q_proj.*r = 8 ask for \(8, "),
-    (without(Q + "B"), {}, "lora_A or lora_B of 'model.layers.1.self_attn.q_proj' is missing"),
+@pytest.mark.parametrize("changed, fields, message", (
+    ({}, dict(r=8), r"tensor '.*lora_A.*' has shape \(4, .*r = 8 ask for \(8, "),
+    ({}, dict(rank_pattern={"q_proj": 8}), r"q_proj.*r = 8 ask for \(8, "),
+    (without(Q1 + "B"), {}, "lora_A or lora_B of 'model.layers.1.self_attn.q_proj' is missing"),
     (without("1.mlp.up_proj"), {}, "'model.layers.1.mlp.up_proj' is missing"),
-    (plus(model__layers__9__mlp__up_proj__lora_A__weight=ONES), {}, "layers.9"),
+    ({PREFIX + "model.layers.9.mlp.up_proj.lora_A.weight": ONES}, {}, "layers.9"),
     # accepted on an untied model, it then played no part
-    (plus(lm_head__lora_A__weight=ONES), {}, "lm_head.lora_A"),
-    (plus(model__embed_tokens__lora_embedding_A=ONES), {}, "lora_embedding_A"),
-    (plus(model__norm__weight=torch.ones(64)), {}, "model.norm.weight.* differs"),
-    (plus(model__embed_tokens__weight=torch.ones(152, 64)), {},
+    ({PREFIX + "lm_head.lora_A.weight": ONES}, {}, "lm_head.lora_A"),
+    ({PREFIX + "model.embed_tokens.lora_embedding_A": ONES}, {}, "lora_embedding_A"),
+    ({PREFIX + "model.norm.weight": torch.ones(64)}, {}, "model.norm.weight.* differs"),
+    ({PREFIX + EMBEDDING: torch.ones(152, 64)}, {},
      r"embed_tokens.weight' \(152, 64\) differs from the base.*\(151, 64\)"),
-    (plus(lm_head__weight=torch.ones(151, 64)), {}, "lm_head.weight.* differs"),
-    (lambda t: {**t, Q + "A.weight": t[Q + "A.weight"].int()}, {}, "is torch.int32"),
+    ({PREFIX + "lm_head.weight": torch.ones(151, 64)}, {}, "lm_head.weight.* differs"),
+    ({Q1 + "A.weight": TENSORS[Q1 + "A.weight"].int()}, {}, "is torch.int32"),
     # without PEFT's prefix
-    (lambda t: {k.removeprefix(PREFIX): v for k, v in t.items()}, {}, "is no lora_A or lora_B"),
-    (lambda t: {}, dict(target_modules="all-linear"), "adapter holds no tensors"),
-    (None, dict(use_dora=True), "adapter_config.json: only plain LoRA.*use_dora True"),
-    (None, dict(init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
-    (None, dict(bias="all"), "bias 'all'"),
-    (None, dict(peft_type="IA3"), "peft_type 'IA3'"),
-    (None, dict(r=True), "adapter_config.json: r should be a positive int"),
-    (None, dict(lora_alpha="8"), "lora_alpha a number, found 4 and '8'"),
+    ({Q1.removeprefix(PREFIX) + "A.weight": ONES}, {}, "is no lora_A or lora_B"),
+    (without(""), dict(target_modules="all-linear"), "adapter holds no tensors"),
+    ({}, dict(use_dora=True), "adapter_config.json: only plain LoRA.*use_dora True"),
+    ({}, dict(init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
+    ({}, dict(bias="all"), "bias 'all'"),
+    ({}, dict(peft_type="IA3"), "peft_type 'IA3'"),
+    ({}, dict(r=True), "adapter_config.json: r should be a positive int"),
+    ({}, dict(lora_alpha="8"), "lora_alpha a number, found 4 and '8'"),
 ))
-def test_bad_adapters_are_refused(change, fields, message, tmp_path):
+def test_bad_adapters_are_refused(changed, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        GPT.from_pretrained(BASE, adapter=adapter(tmp_path / "a", change, **fields))
+        GPT.from_pretrained(BASE, adapter=adapter(tmp_path / "a", changed, **fields))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

@@ -36,23 +36,26 @@ def test_format_reward(text, reward):
     assert format_reward(text) == reward and isinstance(format_reward(text), float)
 
 
-def test_accuracy_needs_the_format_and_the_answer():
-    text = FULL.format(r"The answer is \boxed{\frac{5}{6}}.")
-    assert accuracy_reward(text, r"\frac{5}{6}") == 10 and accuracy_reward(text, "5") == 0
-    assert accuracy_reward("<answer>4</answer>", "4") == 0
+PROOFS = "proof", "", "see figure"
+SIXTHS = FULL.format(r"The answer is \boxed{\frac{5}{6}}.")
+
+
+@pytest.mark.parametrize("text, gold, paid", [
+    (SIXTHS, r"\frac{5}{6}", 10), (SIXTHS, "5", 0), ("<answer>4</answer>", "4", 0),
+    # a search over the whole text paid numbers that the model only thought of
+    ("<reasoning>maybe 7</reasoning><answer>9</answer>", "7", 0),
+    (r"<reasoning>so \boxed{7}", "7", 0),
+    (r"<reasoning>\boxed{7}</reasoning><answer></answer>", "7", 0),
+    # whoever wrote `proof` was paid where the gold is `proof`
+    *((FULL.format(answer), gold, 0) for gold in PROOFS for answer in ("5", "", gold))])
+def test_accuracy_needs_the_format_and_the_answer(text, gold, paid):
+    assert accuracy_reward(text, gold) == paid
 
 
 def test_the_parts_of_the_reward():
-    parts = rewards.reward_parts
-    assert parts(FULL.format("4"), "4") == {"format": 10.0, "accuracy": 10.0}
-    assert parts(FULL.format("4")) == {"format": 10.0, "accuracy": 0.0}
-
-
-def test_a_number_in_the_reasoning_is_never_paid():
-    """Guards: a search over the whole text pays numbers that the model only thought of."""
-    assert accuracy_reward("<reasoning>maybe 7</reasoning><answer>9</answer>", "7") == 0
-    assert accuracy_reward(r"<reasoning>so \boxed{7}", "7") == 0
-    assert accuracy_reward(r"<reasoning>\boxed{7}</reasoning><answer></answer>", "7") == 0
+    parts, text = rewards.reward_parts, FULL.format("4")
+    assert parts(text, "4") == {"format": 10.0, "accuracy": 10.0}
+    assert parts(text) == {"format": 10.0, "accuracy": 0.0}
 
 
 @pytest.mark.parametrize("thought, paid", [
@@ -64,13 +67,6 @@ def test_thoughts_are_not_graded(thought, paid):
     text = thought + FULL.format(4)
     assert sum(rewards.reward_parts(text, "4").values()) == paid
     assert extract_answer(text) == ("4" if paid else None)
-
-
-def test_a_placeholder_pays_nobody():
-    """Guards: a reward of 10 for whoever writes `proof` where the gold is `proof`."""
-    for gold in ("proof", "", "see figure"):
-        for answer in ("5", "", gold):
-            assert accuracy_reward(FULL.format(answer), gold) == 0
 
 
 @pytest.mark.parametrize("text, answer", [

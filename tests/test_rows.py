@@ -1,4 +1,5 @@
 """lib/rows.py, by way of load_problems: layouts of files, rows that are refused or left out."""
+import contextlib
 import gzip
 import hashlib
 import json
@@ -24,8 +25,7 @@ def load(tmp_path, row, *fields):
     return data.load_problems(write(tmp_path / "rows.jsonl", row), "train", *fields)[0]
 
 
-# ----------------------------------------------------------------------------------------
-# the layouts of real files, with rows of our own
+# ---- the layouts of real files, with rows of our own ---------------------------------------------
 
 def test_gsm8k_layout(tmp_path):
     """Gold after the last `####`, comma and sign kept; calculator marks leak nowhere."""
@@ -51,19 +51,16 @@ def test_math_layouts(tmp_path):
 
 
 @pytest.mark.parametrize("question, solution, gold", [
-    ("q", "so $x = \\boxed 2$.", "2"),
     # side by side they are one answer, all of it
     ("Find $x$ and $y$.", "$x = \\boxed{3}$ and $y = \\boxed{4}$", "3, 4"),
     ("Find all $t$.", "$t = \\boxed{-3}$ or $t = \\boxed{5}$", "-3 or 5"),
     ("What are the possible values?", "$\\boxed{-3}$ or $\\boxed{5}$", "-3 or 5"),
-    # as two rows of MATH's train split have it, and three of both splits: an answer that nobody
-    # writes so paid nobody
+    # as rows of MATH have it: an answer that nobody writes so paid nobody
     ("What is $N$, in base 9?", "this is $\\boxed{28}$ or $\\boxed{28_9}$.", "28_9"),
     ("What time will it be?", "$\\boxed{20:34}$ or $\\boxed{8:34 \\text{ p.m.}}$",
      "8:34 \\text{ p.m.}"),
     ("Enter only one of the foci, not both.", "points: $\\boxed{(-5, 7)}$ and $\\boxed{(-5, 1)}.$",
      "(-5, 1)"),
-    # a single box that says it itself
     ("q", "$\\boxed{-2 \\text{ or } -12}$", "-2 \\text{ or } -12"),
 ])
 def test_golds_of_boxes(tmp_path, question, solution, gold):
@@ -121,9 +118,16 @@ def test_prompts_given_as_messages(tmp_path, row, messages, solution):
     assert ("none asks for <reasoning> and <answer>" in line) == (SYSTEM not in messages)
 
 
-def test_the_input_of_an_instruction_belongs_to_the_question(tmp_path):
-    p = load(tmp_path, {"instruction": "Add.", "input": "2, 3", "output": "5"})
-    assert p.question == "Add.\n\n2, 3"
+@pytest.mark.parametrize("row, question", [
+    ({"instruction": "Add.", "input": "2, 3"}, "Add.\n\n2, 3"),
+    ({"question": "Add 2.", "input": "3"}, "Add 2."),
+    # SVAMP's body, which holds the numbers, was left out without a word
+    *(({about: "3 nails.", "Question": "How many?"}, "3 nails.\n\nHow many?")
+      for about in ("Body", "context", "passage"))])
+def test_a_question_comes_with_what_it_is_about(row, question):
+    assert rows.read_problem({**row, "answer": 3})["question"] == question
+    (name,) = {"instruction", "question", "Question"} & set(row)
+    assert rows.read_problem({**row, "answer": 3}, name)["question"] == row[name]
 
 
 def test_columns_by_name(tmp_path):
@@ -189,8 +193,7 @@ def test_a_problem_becomes_a_row_and_a_problem_again(tmp_path):
     assert data.load_problems(path, "test") == problems
 
 
-# ----------------------------------------------------------------------------------------
-# rows and files that are refused or left out
+# ---- rows and files that are refused or left out -------------------------------------------------
 
 FINE = {"question": "fine", "answer": "1"}
 
@@ -278,23 +281,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, name, content, says):
 
 def test_hostile_rows_are_read_quickly(tmp_path):
     """Guards against quadratic patterns: rows built to make a backtracking search slow."""
-    many = 100000
-    start = time.process_time()
-    for row in ({"question": "q", "answer": "<<" * many + "#### 1"},
-                {"problem": "q", "solution": "\\boxed{" * many + "}" * many},
-                {"problem": "q", "solution": "\\boxed" + " " * many + "{1}"},
-                {"problem": "q", "solution": "The answer is:" * many},
-                {"question": "q", "answer": "#" * many + " 1"}):
-        try:
-            load(tmp_path, row)
-        except ValueError:
-            pass
+    many, start = 100000, time.process_time()
+    for answer in ("<<" * many + "#### 1", "\\boxed{" * many + "}" * many,
+                   "\\boxed" + " " * many + "{1}", "The answer is:" * many, "#" * many + " 1"):
+        with contextlib.suppress(ValueError):
+            load(tmp_path, {"question": "q", "answer": answer})
     assert time.process_time() - start < 3
-
-
-@pytest.mark.parametrize("about", ["Body", "context", "passage"])
-def test_a_question_comes_with_what_it_is_about(about):
-    """SVAMP's body, which holds the numbers, was left out without a word."""
-    row = {about: "Ann has 3 nails.", "Question": "How many nails?", "Answer": 3, "ID": "x"}
-    assert rows.read_problem(row)["question"] == "Ann has 3 nails.\n\nHow many nails?"
-    assert rows.read_problem(row, "Question")["question"] == "How many nails?"

@@ -20,7 +20,7 @@ GOLDEN = json.loads((FIXTURES / "hf_ids.json").read_text(encoding="utf-8"))
 CHAINS = json.loads((FIXTURES / "hf_chains.json").read_text(encoding="utf-8"))
 
 
-# ------------------------------------------------------------------------------------------- ids
+# ---- ids -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("case", GOLDEN["tokenizers"], ids=lambda c: c["name"])
 def test_ids_are_those_of_hf(case, tmp_path):
@@ -195,7 +195,7 @@ def test_texts_that_have_no_ids(tmp_path):
         open_toy(tmp_path, BYTES, []).encode("x\ud800")
 
 
-# ---------------------------------------------------------------------------- added tokens, decode
+# ---- added tokens, decode ------------------------------------------------------------------------
 
 def test_added_tokens_only_when_allowed(tmp_path):
     """A person's "<|im_end|>" must not end the turn; so for tokens that are not special."""
@@ -231,7 +231,7 @@ def test_decode_never_fails(tmp_path):
     assert tok.decode(np.array(ids)) == tok.decode(torch.tensor(ids)) == "A\U0001f34e"
 
 
-# ------------------------------------------------------------------------------------- long runs
+# ---- long runs -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("pre_tokenizer", [
     BYTE_LEVEL, GOLDEN["tokenizers"][1]["tokenizer"]["pre_tokenizer"],
@@ -263,7 +263,7 @@ def test_a_text_that_takes_too_long_is_a_value_error(steps, tmp_path, capfd):
         open_toy(tmp_path, BYTES, [], pre_tokenizer=chain(*steps)).encode(" " * 3_000_000 + "x")
 
 
-# ---------------------------------------------------------------------------- eos, pad, an adapter
+# ---- eos, pad, an adapter ------------------------------------------------------------------------
 
 def test_eos_and_pad_ids(tmp_path):
     """A model closes turns with several ids; honouring one of them lets generation run on."""
