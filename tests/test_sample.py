@@ -28,7 +28,7 @@ EOS = (5, 17, 30, 62, 90, 101)
 class Mock:
     """The next token's logits are a row of `table` (V, V), chosen by the last token. Counts the
     rows of each decoding step."""
-    compiled = False
+    compiled, model = False, torch.nn.Module()
 
     def __init__(self, table):
         self.table, self.head_weight, self.batches = table, torch.eye(len(table)), []
@@ -230,7 +230,8 @@ def test_a_large_vocabulary_is_drawn_from_a_few_rows_at_a_time(models, monkeypat
     args = models["llama_gqa"], PROMPTS, 4, 9
     whole = sample(*args, eos_ids=(7, 50), noise=uniforms(3, 4, 9))
     rows, next_tokens = [], sample_py.next_tokens
-    monkeypatch.setattr(sample_py, "DRAW_ELEMENTS", 5 * models["llama_gqa"].config.vocab_size)
+    monkeypatch.setattr(sample_py, "DRAW_ELEMENTS",
+                        {"cpu": 5 * models["llama_gqa"].config.vocab_size})
     monkeypatch.setattr(sample_py, "next_tokens",
                         lambda hidden, *a: rows.append(len(hidden)) or next_tokens(hidden, *a))
     same(whole, sample(*args, eos_ids=(7, 50), noise=uniforms(3, 4, 9)))
