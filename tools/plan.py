@@ -91,11 +91,13 @@ class Plan:
 
     def layer(self, tokens, keys, mask):
         """What autograd keeps of a layer, and what its backward pass needs beside it for a moment.
-        keys: of all sequences together, one for each query head; mask: its elements."""
+        keys: of all sequences together; mask: its elements."""
         m, e, H, F = self.m, self.e, self.m.hidden_size, self.m.intermediate_size
         width = m.num_attention_heads * m.head_dim
+        repeated = self.device == "cuda" and (mask or e == 4)   # keys, for each query head
+        key_width = width if repeated else m.num_key_value_heads * m.head_dim
         kept = tokens * (e * (4 * F + 2 * width + 2 * H) + 2 * H * (4 + e))
-        return kept + e * (2 * width * keys + mask), tokens * e * (2 * F + 2 * H)
+        return kept + e * (2 * key_width * keys + mask), tokens * e * (2 * F + 2 * H)
 
     def training(self):
         """Of a micro-batch at full length: what layers keep; the peak, with all else."""
