@@ -232,17 +232,16 @@ NO_WORK = "empty", "detach", "_unsafe_view"  # beside views
 
 class Count(TorchDispatchMode):
     """Counts, inside it, `launches`, operations that do some work (of a GPU each is a kernel or
-    more), among them `casts` of the tensors `weights`, and `waits`, where the CPU asks for a value.
-    """
+    more), among them `casts` of parameters, and `waits`, where the CPU asks for a value."""
 
-    def __init__(self, weights):
+    def __init__(self):
         super().__init__()
-        self.weights, self.counts = {w.data_ptr() for w in weights}, collections.Counter()
+        self.counts = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
         self.counts["launches"] += not func.is_view and name not in NO_WORK
-        self.counts["casts"] += name == "_to_copy" and args[0].data_ptr() in self.weights
+        self.counts["casts"] += name == "_to_copy" and isinstance(args[0], torch.nn.Parameter)
         self.counts["waits"] += name in ("_local_scalar_dense", "nonzero")
         return out
 
@@ -259,7 +258,7 @@ def count_of_a_token(layers, rank):
         add_lora(model.to(torch.bfloat16), rank)
     counts = []
     for L in (2, 3):  # one look each, at the end
-        with torch.autocast("cpu", torch.bfloat16), Count(model.parameters()) as count:
+        with torch.autocast("cpu", torch.bfloat16), Count() as count:
             sample(model, [[1, 2, 3], [4]], 2, L)
         counts.append(count.counts)
     return {name: counts[1][name] - counts[0][name] for name in counts[0]}
