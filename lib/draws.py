@@ -29,7 +29,7 @@ def draw(probs, uniforms):
     block, share = invert(blocks.sum(-1, dtype=torch.float64), uniforms.double())  # (B,) each
     own = blocks[torch.arange(len(block), device=block.device), block]  # (B, BLOCK)
     place, _ = invert(own, share)  # (B,)
-    return (block * BLOCK + place).clamp(max=probs.shape[1] - 1)  # rows of nan, as sample() refuses
+    return (block * BLOCK + place).clamp(max=probs.shape[1] - 1)  # nan, which sample() refuses
 
 
 def invert(weights, shares):
