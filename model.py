@@ -48,9 +48,11 @@ def attention(q, k, v, mask=None):
     mask (B or 1, 1, T, S) True where a query may look -> (B, Hq, T, D). Inside torch's kernel
     scores are float32, whatever q and k are."""
     repeat = q.shape[1] // k.shape[1]  # query head h reads key head h // repeat
-    if repeat > 1:
+    # on a GPU only flash attention shares keys between heads; it takes no mask and no float32
+    if repeat > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                          enable_gqa=k.shape[1] < q.shape[1])
 
 
 def attention_after_prompt(q, k, v, prompt_k, prompt_v, prompt_of, mask):

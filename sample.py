@@ -12,7 +12,7 @@ heads that read each, D channels of a head; S tokens of a prompt, T sampled so f
 vocabulary, H hidden size.
 """
 import argparse
-import hashlib
+import bisect
 import math
 import sys
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ from data import SYSTEM_PROMPT, build_prompt, is_plain, open_thought, plain_end
 from gtpo import conflict_weights, group_advantages, keep_completions, mean_entropy
 from lib.chat import check_variables
 from lib.config import convert
+from lib.draws import draw, restrict, seeded_uniforms
 from lib.files import write_whole
+from lib.lora import ready_to_sample
 from lib.run import command, forward_dtype
 from lib.show import group_page, show_group
 from logprobs import entropy, log_probs, product_dtype
@@ -32,7 +34,8 @@ from model import GPT
 from rewards import reward_parts
 from tokenizer import Tokenizer
 
-DRAW_ELEMENTS = 2**22  # logits alive at a time: larger blocks cost a CPU more in pages of memory
+# logits alive at a time: more cost a CPU new pages of memory, fewer leave a GPU idle
+DRAW_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 LOOK_EVERY = 4  # tokens between two looks at who has ended; a look makes a GPU wait
 
 
@@ -44,37 +47,42 @@ class GroupCache:
     scores are not rounded (keys may be in the hundreds) and no key is cast at every token."""
 
     def __init__(self, prompt_kv, prompt_lengths, group_size, max_new_tokens):
-        """prompt_kv: k and v (P, Hkv, S, D) of each layer; prompt_lengths (P,) real tokens each."""
+        """prompt_kv: k and v (P, Hkv, S, D) of each layer; prompt_lengths (P,) real tokens each, on
+        the CPU, as what select() gets is: no GPU is asked which shape comes next."""
         self.prompt_lengths, self.max_new_tokens = prompt_lengths, max_new_tokens
         self.prompt_kv = [tuple(x.float().contiguous() for x in kv) for kv in prompt_kv]
-        P, Hkv, S, D = self.prompt_kv[0][0].shape
+        (P, Hkv, S, D), device = self.prompt_kv[0][0].shape, self.prompt_kv[0][0].device
         room = min(64, max_new_tokens)  # of the own tokens' buffers; doubled when it is full
         self.own_kv = [tuple(x.new_zeros(P, Hkv, group_size, room, D) for x in kv)
                        for kv in self.prompt_kv]
-        self.length, self.places = 0, torch.arange(max_new_tokens, device=prompt_lengths.device)
-        self.hide_padding()
+        self.length, self.places = 0, torch.arange(max_new_tokens, device=device)
+        self.place_prompts()
 
-    def hide_padding(self):
-        (_, Hkv, S, _), device = self.prompt_kv[0][0].shape, self.prompt_lengths.device
-        padding = torch.arange(S, device=device) >= self.prompt_lengths[:, None]  # (P, S)
+    def place_prompts(self):
+        """Where each prompt ends: own tokens follow there, padding behind it is hidden."""
+        (_, Hkv, S, _), device = self.prompt_kv[0][0].shape, self.places.device
+        padding = torch.arange(S) >= self.prompt_lengths[:, None]  # (P, S)
         bias = minus_infinity_where(padding).repeat_interleave(Hkv, dim=0)  # (P * Hkv, S)
-        self.prompt_bias = bias[:, None]  # (P * Hkv, 1, S)
+        self.prompt_bias = bias[:, None].to(device)  # (P * Hkv, 1, S)
+        G = self.own_kv[0][0].shape[2]
+        self.starts = self.prompt_lengths.repeat_interleave(G).to(device)  # (B,)
 
     def select(self, prompts, members):
         """Keeps these prompts (P',) and of each these members of its group (P', G')."""
-        S = int(self.prompt_lengths[prompts].max())
+        self.prompt_lengths = self.prompt_lengths[prompts]
+        S, device = int(self.prompt_lengths.max()), self.places.device
+        prompts, members = prompts.to(device), members.to(device)
         self.prompt_kv = [tuple(x[prompts, :, :S] for x in kv) for kv in self.prompt_kv]
-        heads = torch.arange(self.own_kv[0][0].shape[1], device=prompts.device)[:, None]  # (Hkv, 1)
+        heads = torch.arange(self.own_kv[0][0].shape[1], device=device)[:, None]  # (Hkv, 1)
         rows = prompts[:, None, None], heads, members[:, None]  # to (P', Hkv, G')
         self.own_kv = [tuple(x[rows] for x in kv) for kv in self.own_kv]
-        self.prompt_lengths = self.prompt_lengths[prompts]
-        self.hide_padding()
+        self.place_prompts()
 
     def next_token(self, whole_buffer=False):
         """Makes room for one more token of each completion. Returns what decode() needs: positions
         (B,), per layer what attend_group gets, and what all layers share. whole_buffer: attend to
         all of it, so that no shape changes until it grows (for torch.compile)."""
-        (_, _, G, room, _), t = self.own_kv[0][0].shape, self.length
+        room, t = self.own_kv[0][0].shape[3], self.length
         if t == room:
             more = min(room, self.max_new_tokens - room)
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
@@ -84,8 +92,7 @@ class GroupCache:
         # where the new token goes; compiled, a tensor, and no view: its offset would be a constant
         place = self.places[t : t + 1].clone() if whole_buffer else slice(t, t + 1)
         by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
-        positions = self.prompt_lengths.repeat_interleave(G) + t  # (B,)
-        return positions, by_layer, (self.prompt_bias, own_bias, place)
+        return self.starts + t, by_layer, (self.prompt_bias, own_bias, place)
 
 
 def minus_infinity_where(hidden):
@@ -141,47 +148,17 @@ def pad(rows, device="cpu"):
     return ids.to(device), lengths.to(device)
 
 
-def restrict(logp, top_k=0, top_p=1.0):
-    """Probabilities, (B, V), of which all but the top_k most likely, then all but the smallest set
-    with at least top_p of the mass, are 0."""
-    if 0 < top_k < logp.shape[-1]:
-        values, ids = logp.topk(top_k)  # (B, top_k)
-        logp = torch.full_like(logp, -math.inf).scatter(-1, ids, values)
-    if top_p < 1:
-        probs, ids = logp.softmax(-1).sort(descending=True, stable=True)
-        before = probs.cumsum(-1) - probs  # mass of the more likely ones: the first always stays
-        logp = logp.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), -math.inf)
-    return logp.softmax(-1)
-
-
-def draw(probs, uniforms):
-    """One token a row, by inverting the cumulative distribution: probs (B, V), uniforms (B,) in
-    [0, 1) -> (B,). One number a token, so no completion depends on what else is in the batch."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)  # (B, V) float32 may fall back a little
-    target = uniforms.double().clamp(max=1 - 2**-32) * cumulative[:, -1]  # always below the total
-    ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]  # never one of mass 0
-    return ids.clamp(max=probs.shape[-1] - 1)  # rows of nan, which sample() refuses
-
-
-def seeded_uniforms(key, *shape):
-    """Uniform numbers in [0, 1) that depend on nothing but `key`, a tuple of numbers and strings:
-    there is no random state to save."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1  # of 63 bits, as torch takes it
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(*shape, generator=generator)
-
-
 def next_tokens(hidden, head, uniforms, temperature, top_k, top_p):
     """hidden (b, H), head (V, H), uniforms (b,) -> ids, log-probs and entropies, (b,) each."""
     logp = log_probs(hidden, head, temperature or 1.0)  # (b, V)
+    probs = logp.exp()  # (b, V)
     if temperature == 0:
         ids = logp.argmax(-1)
     elif top_k or top_p < 1:
         ids = draw(restrict(logp, top_k, top_p), uniforms)
     else:
-        ids = draw(logp.exp(), uniforms)
-    return ids, logp.gather(-1, ids[:, None])[:, 0], entropy(logp)
+        ids = draw(probs, uniforms)
+    return ids, logp.gather(-1, ids[:, None])[:, 0], entropy(logp, probs)
 
 
 @torch.no_grad()
@@ -199,39 +176,43 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     P, G, L = len(prompts), group_size, max_new_tokens
     check(model.config, prompts, G, L, temperature, top_k, top_p)
     device, head = model.head_weight.device, model.head_weight
+    if noise is None:
+        where = generator.device if generator else device
+        noise = torch.rand(P, G, L, generator=generator, device=where)
+    noise = noise.to(device).reshape(P * G, L)
     ids = torch.zeros(P * G, L, dtype=torch.long, device=device)
     logps, entropies = torch.zeros(2, P * G, L, device=device)
-    ends = torch.full((P * G,), L + 1, device=device)  # tokens that count, L + 1: no end yet
-    if P and L:
-        if noise is None:
-            where = device if generator is None else generator.device
-            noise = torch.rand(P, G, L, generator=generator, device=where)
-        noise = noise.to(device).reshape(P * G, L)
-        prompt_ids, lengths = pad(prompts, device)  # (P, S)
-        hidden, prompt_kv = model.prefill(prompt_ids)  # (P, S, H)
-        hidden = hidden[torch.arange(P, device=device), lengths - 1]  # (P, H)
-        hidden = hidden.repeat_interleave(G, dim=0)  # (B, H)
-        cache = GroupCache(prompt_kv, lengths, G, L)
-        head = head.to(product_dtype(hidden))
-        del prompt_kv  # the cache has its own
-    at_once = max(1, DRAW_ELEMENTS // model.config.vocab_size)
-    rows = torch.arange(P * G, device=device).view(P, G)  # which completion each row is
+    # who has ended and who goes on is known to the CPU, which asks a GPU once in LOOK_EVERY tokens
+    ends = torch.full((P * G,), L + 1)  # tokens that count, L + 1: no end yet
+    rows = torch.arange(P * G).view(P, G)  # which completion each row of the batch is
+    at = rows.flatten().to(device)  # the same, (B,)
+    at_once = max(1, DRAW_ELEMENTS[device.type] // model.config.vocab_size)
 
-    for t in range(L if P else 0):
-        for row, h in zip(rows.flatten().split(at_once), hidden.split(at_once)):
-            ids[row, t], logps[row, t], entropies[row, t] = next_tokens(
-                h.to(head.dtype), head, noise[row, t], temperature, top_k, top_p)
-        if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
-            look_for_ends(ends, ids[:, : t + 1], rows, eos_ids, stop)
-            going = ends[rows] > L  # (P', G')
-            if t + 1 == L or not going.any():
-                break
-            rows = leave_out_ended(rows, going, cache)
-        positions, by_layer, shared = cache.next_token(whole_buffer=model.compiled)
-        hidden = model.decode(ids[rows.flatten(), t], positions, attend_group, by_layer, shared)
+    with ready_to_sample(model):
+        for t in range(L if P else 0):
+            if t == 0:
+                hidden, cache = read_prompts(model, prompts, G, L)  # (B, H)
+                head = head.to(product_dtype(hidden))
+            else:
+                positions, by_layer, shared = cache.next_token(whole_buffer=model.compiled)
+                hidden = model.decode(ids[at, t - 1], positions, attend_group, by_layer, shared)
+            for row, h in zip(at.split(at_once), hidden.split(at_once)):
+                ids[row, t], logps[row, t], entropies[row, t] = next_tokens(
+                    h.to(head.dtype), head, noise[row, t], temperature, top_k, top_p)
+            if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
+                look_for_ends(ends, ids[at, : t + 1], rows.flatten(), eos_ids, stop)
+                going = ends[rows] > L  # (P', G')
+                if not going.any():
+                    break
+                prompts_left, members = who_goes_on(going)
+                if len(prompts_left) * members.shape[1] <= 0.8 * going.numel():
+                    cache.select(prompts_left, members)
+                    rows = rows[prompts_left[:, None], members]
+                    at = rows.flatten().to(device)
     if not logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, "
                          f"training has diverged, or temperature {temperature} is too small")
+    ends = ends.to(device)
     mask = torch.arange(L, device=device) < ends[:, None]  # (B, L)
     shaped = [torch.where(mask, x, 0).view(P, G, L) for x in (ids, logps, entropies)]
     return Samples(shaped[0], mask.view(P, G, L), shaped[1], shaped[2], (ends <= L).view(P, G))
@@ -255,34 +236,37 @@ def check(config, prompts, G, L, temperature, top_k, top_p):
                              f"{config.max_position_embeddings} (max_position_embeddings)")
 
 
+def read_prompts(model, prompts, G, L):
+    """Each prompt once, for its group -> hidden states that predict the first tokens (B, H), and
+    the cache of what follows."""
+    prompt_ids, lengths = pad(prompts)  # (P, S), (P,)
+    hidden, prompt_kv = model.prefill(prompt_ids.to(model.head_weight.device))  # (P, S, H)
+    last = hidden[torch.arange(len(prompts)), lengths - 1]  # (P, H)
+    return last.repeat_interleave(G, dim=0), GroupCache(prompt_kv, lengths, G, L)
+
+
 def look_for_ends(ends, ids, rows, eos_ids, stop):
-    """Writes to ends (B,) how many tokens count of those rows (P', G') that came to an end within
-    the last tokens of ids (B, T): an end token, or what stop() says."""
-    rows = rows.flatten()
+    """Writes to ends (B,) how many tokens count of those of `rows` (B',) that came to an end within
+    the last of their ids (B', T): an end token, or what stop() says."""
     since = max(0, ids.shape[1] - LOOK_EVERY)
-    eos = torch.tensor(list(eos_ids), dtype=torch.long, device=ids.device)
-    hit = torch.isin(ids[rows, since:], eos)  # (B', LOOK_EVERY)
+    ids = ids[:, since if stop is None else 0 :].cpu()
+    hit = torch.isin(ids[:, -LOOK_EVERY:], torch.tensor(list(eos_ids), dtype=torch.long))
     first = since + hit.int().argmax(-1) + 1  # (B',)
     ends[rows] = torch.where(hit.any(-1) & (first < ends[rows]), first, ends[rows])
     if stop is not None:
-        so_far = zip(rows.tolist(), ids[rows].tolist(), ends[rows].tolist())
-        for row, tokens, end in so_far:
+        for row, tokens, end in zip(rows.tolist(), ids.tolist(), ends[rows].tolist()):
             count = stop(tokens[:end])
             if count is not None:
                 ends[row] = count
 
 
-def leave_out_ended(rows, going, cache):
-    """Completions that have ended leave the batch, once that makes it a fifth smaller: rows (P, G)
-    and `going`, the same, True on those that go on -> rows (P', G'). A group of which fewer go on
-    than G' keeps some that have ended; nobody looks at what they go on to say."""
+def who_goes_on(going):
+    """The smallest batch of all that go on, `going` (P, G) -> prompts (P',) and of each members of
+    its group (P', G'). A group of which fewer go on than G' keeps some that have ended; nobody
+    looks at what they go on to say."""
     prompts = going.any(1).nonzero()[:, 0]  # (P',)
     members = max(int(going.sum(1).max()), min(2, going.shape[1]))  # 1 would be compiled anew
-    if len(prompts) * members > 0.8 * going.numel():
-        return rows
-    order = (~going[prompts]).int().argsort(dim=1, stable=True)[:, :members]  # who goes on first
-    cache.select(prompts, order)
-    return rows[prompts[:, None], order]
+    return prompts, (~going[prompts]).int().argsort(dim=1, stable=True)[:, :members]
 
 
 # ---- texts ---------------------------------------------------------------------------------------
@@ -291,16 +275,11 @@ def plain_stop(tokenizer):
     """The rule `stop` for prompts without a chat template: a completion ends with the token that
     completes its answer, or begins another problem (data.plain_end)."""
     def stop(ids):
-        if plain_end(tokenizer.decode(ids)) is None:
+        def has_end(n):
+            return plain_end(tokenizer.decode(ids[:n])) is not None
+        if not has_end(len(ids)):
             return None
-        low, high = 1, len(ids)  # the fewest tokens whose text has an end
-        while low < high:
-            middle = (low + high) // 2
-            if plain_end(tokenizer.decode(ids[:middle])) is None:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return 1 + bisect.bisect_left(range(1, len(ids)), True, key=has_end)  # the fewest tokens
     return stop
 
 

@@ -50,9 +50,9 @@ class Linear(nn.Linear):
         y = super().forward(x)
         if self.lora_A is None:
             return y
-        # they are float32, the base may be bfloat16
-        A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-        return y + self.lora_scale * F.linear(F.linear(x, A), B)
+        # they are float32, the product may be bfloat16
+        A, B = self.lora_A.to(y.dtype), self.lora_B.to(y.dtype)
+        return torch.add(y, F.linear(F.linear(x, A), B), alpha=self.lora_scale)
 
 
 def linears(model):
@@ -83,6 +83,28 @@ def add_lora(model, rank):
 def freeze_base(model):
     for name, p in model.named_parameters():
         p.requires_grad_("lora_" in name)
+
+
+@contextlib.contextmanager
+def ready_to_sample(model):
+    """Inside this context linear layers hold their weights, and adapters, in the type of their
+    products: cast once for all tokens of a rollout. They are other parameters, without gradient:
+    nothing that knows the model's own (optimizer, DistributedDataParallel) sees the difference.
+    Costs a copy of what is not of that type: of a float32 model under bfloat16 autocast half its
+    size, which autocast would keep as well, of a bfloat16 model its adapter's half."""
+    device, own = model.head_weight.device.type, []
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    try:
+        for layer in linears(model).values():
+            dtype = autocast or layer.weight.dtype
+            for name, p in list(layer.named_parameters(recurse=False)):
+                if p.dtype != dtype:
+                    setattr(layer, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
+                    own.append((layer, name, p))
+        yield
+    finally:
+        for layer, name, p in own:
+            setattr(layer, name, p)
 
 
 @contextlib.contextmanager

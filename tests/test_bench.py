@@ -74,6 +74,15 @@ def test_the_table(tiny, monkeypatch, capsys):
     assert float(rows[2].split()[-1]) < 1e-5 and len(rows[2]) == len(columns)   # the mismatch
 
 
+def test_counts_grow_with_the_layers(capsys):
+    """One line for LoRA, one for float32 weights under autocast. What they count, test_sample.py
+    asks."""
+    assert not bench.main(["--count"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[-2:] for line in lines] == [[" 0 casts", " 0 waits"]] * 2
+    assert all(1000 < int(line.split(": ")[1].split(" ")[0].replace(",", "")) for line in lines)
+
+
 @pytest.mark.parametrize("flag, says", [("--only=lose", "'lose'"), ("--device=cuda", "no CUDA")])
 def test_wrong_flags(flag, says, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

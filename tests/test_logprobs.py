@@ -10,7 +10,6 @@ import logprobs
 from conftest import Watch
 from gtpo import policy_loss, surrogate_loss
 from logprobs import entropy, head_loss, head_loss_slow, log_probs, token_logps
-from sample import next_tokens
 
 N, V, H = 7, 11, 5
 BF16 = torch.bfloat16
@@ -54,7 +53,7 @@ def numbers(name, logps):
 def test_head_loss_is_the_slow_one(monkeypatch, small, trained, chunk, name, temperature, dtype):
     """Loss, log-probs and gradients, for any number of tokens that fit a chunk (0: not even one),
     times any factor; with two matrix products a chunk, three if the head is trained as well."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk * V + V - 1)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": chunk * V + V - 1})
     hidden, head, ids = small[0].to(dtype), small[1].to(dtype), small[2]
     hidden.requires_grad_(trained != "head")
     head.requires_grad_(trained != "hidden")
@@ -93,8 +92,8 @@ def test_a_graph_serves_once(small):
 def test_memory_of_two_blocks(monkeypatch, tokens, temperature):
     """Guards: all logits alive at once, here up to 500,000 numbers; a second head gradient beside
     the first."""
-    assert 2 * 4 * logprobs.CHUNK_ELEMENTS < 160 * 2**20  # bytes
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4096)
+    assert 2 * 4 * logprobs.CHUNK_ELEMENTS["cpu"] < 160 * 2**20  # bytes
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 4096})
     hidden, head = torch.randn(tokens, 8, requires_grad=True), torch.randn(1000, 8)
     ids, weights = torch.randint(0, 1000, (tokens,)), torch.randn(tokens)
     head.requires_grad_()
@@ -120,30 +119,20 @@ def test_no_tokens():
 
 # ---- values --------------------------------------------------------------------------------------
 
-def scores(logits, ids, temperature=1.0):
-    """(log-probs, entropies) of tokens with these logits (N, V), as lists."""
-    hidden, head = torch.eye(len(logits)), torch.tensor(logits).t()
-    ids = torch.tensor(ids)
-    every = log_probs(hidden, head, temperature)  # (N, V)
-    logps = token_logps(hidden, head, ids, temperature)
-    _, learned = head_loss(hidden, head, ids, cross_entropy, [torch.ones(len(ids))], temperature)
-    assert torch.equal(logps, learned) and torch.equal(logps, every[range(len(ids)), ids])
-    return logps.tolist(), entropy(every).tolist()
-
-
-def test_values_by_hand():
+@pytest.mark.parametrize("logits, token, temperature, logp, H", [
+    ((0.0, 1), 1, 0.5, -0.126928, 0.365334), ((0.0, 1), 1, 1.0, -0.313262, 0.582203),
+    ((2.0, 1, 0), 0, 1.0, -0.407606, 0.832395), ([0.0] * 8, 5, 3.0, -math.log(8), math.log(8)),
+    # p = 1/2, 1/4, 1/4
+    ((math.log(2), 0, 0), 1, 1.0, -math.log(4), 1.5 * math.log(2)),
+    ((0.0, 100, 0), 1, 1.0, 0, 0), ((0.0, 100, 0), 2, 1.0, -100, 0)])
+def test_values_by_hand(logits, token, temperature, logp, H):
     """Guards: sampling at one temperature and scoring at another; log-probs one token off."""
-    assert scores([[0.0, 1.0]], [1], 0.5)[0] == pytest.approx([-0.126928], abs=1e-6)
-    assert scores([[0.0, 1.0]], [1])[0] == pytest.approx([-0.313262], abs=1e-6)
-    assert scores([[2.0, 1, 0]], [0])[0] == pytest.approx([-0.407606], abs=1e-6)
-    assert scores([[3.0, 3]], [0])[1] == pytest.approx([math.log(2)])
-    flat = scores([[0.0] * 8], [5], 3.0)
-    assert flat[0] == pytest.approx([-math.log(8)]) and flat[1] == pytest.approx([math.log(8)])
-    # p = 1/2, 1/4, 1/4: entropy 1.5 ln 2
-    assert scores([[math.log(2), 0.0, 0.0]], [0])[1] == pytest.approx([1.5 * math.log(2)])
-    sure = [[100.0, 0, 0], [0, 100, 0], [0, 0, 100]]
-    assert scores(sure, [0, 1, 2]) == ([0, 0, 0], pytest.approx([0, 0, 0], abs=1e-6))
-    assert scores(sure, [1, 2, 0])[0] == [-100] * 3
+    hidden, head, ids = torch.ones(1, 1), torch.tensor(logits)[:, None], torch.tensor([token])
+    every = log_probs(hidden, head, temperature)  # (1, V)
+    logps = token_logps(hidden, head, ids, temperature)
+    _, learned = head_loss(hidden, head, ids, cross_entropy, [torch.ones(1)], temperature)
+    assert logps.item() == learned.item() == every[0, token] == pytest.approx(logp, abs=1e-6)
+    assert entropy(every).item() == pytest.approx(H, abs=1e-6)
 
 
 def test_impossible_tokens():
@@ -157,18 +146,6 @@ def test_impossible_tokens():
     torch.testing.assert_close(head.grad[:, 0], torch.tensor([1 / 3, 1 / 3, -2 / 3, 0]))
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (0.7, 2, 1.0), (0.7, 0, 0.5)])
-def test_what_is_sampled_is_what_is_scored(small, temperature, top_k, top_p):
-    """Guards: a ratio that is not 1 for an unchanged policy, because the sampler's log-probs have
-    another temperature or are renormalised over the ids that top-k or top-p kept."""
-    hidden, head = small[0].float(), small[1].float()
-    ids, sampled, _ = next_tokens(hidden, head, torch.rand(N), temperature, top_k, top_p)
-    weights = torch.ones(N)
-    hidden.requires_grad_()
-    loss, logps = head_loss(hidden, head, ids, surrogate_loss, [weights, sampled], temperature)
-    assert torch.equal(sampled, logps) and loss.item() == -N
-
-
 # ---- short types ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("hidden_type, head_type", [
@@ -176,7 +153,7 @@ def test_what_is_sampled_is_what_is_scored(small, temperature, top_k, top_p):
 def test_products_in_float32_on_a_cpu(monkeypatch, small, hidden_type, head_type):
     """Loss and log-probs of bfloat16 numbers as if they were float32; gradients are added up in
     float32 and rounded once, to the parameters' type, with a chunk for every token."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", V)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": V})
     short = [small[0].to(hidden_type).requires_grad_(), small[1].to(head_type).requires_grad_()]
     wide = [x.detach().float().requires_grad_() for x in short]
     assert torch.equal(token_logps(*short, small[2]), token_logps(*wide, small[2]))

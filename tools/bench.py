@@ -6,6 +6,7 @@ against transformers' generate where that is installed.
     python -m tools.bench                       some minutes on two cores
     python -m tools.bench --only sampler loss   some sections
     python -m tools.bench --device=cuda         what we would like to see of your GPU: send it all
+    python -m tools.bench --count               what the sampler asks of a GPU for one token
 
 A figure is the best of three rounds in which the versions take turns; (1.9x): so many times as
 long as ours. The models have random weights and no end token, so every completion has its full
@@ -15,6 +16,7 @@ length. S has the sizes of the default run's policy, M 32 million parameters, Q 
 bfloat16.
 """
 import argparse
+import collections
 import importlib.util
 import math
 import platform
@@ -24,9 +26,11 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gtpo import conflict_weights, group_advantages, mean_entropy, policy_loss, token_weights
 from lib.hf import Config
+from lib.lora import add_lora
 from lib.run import command, forward_dtype
 from logprobs import head_loss, head_loss_slow
 from model import GPT, attention
@@ -221,6 +225,54 @@ def conflict(o):
            {"ours": lambda: conflict_weights(ids, mask, advantages)}, P * G * L)
 
 
+# ---- counting ------------------------------------------------------------------------------------
+
+NO_WORK = "empty", "detach", "_unsafe_view"  # beside views
+
+
+class Count(TorchDispatchMode):
+    """Counts, inside it, `launches`, operations that do some work (of a GPU each is a kernel or
+    more), among them `casts` of parameters, and `waits`, where the CPU asks for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
+        self.counts["launches"] += not func.is_view and name not in NO_WORK
+        self.counts["casts"] += name == "_to_copy" and isinstance(args[0], torch.nn.Parameter)
+        self.counts["waits"] += name in ("_local_scalar_dense", "nonzero")
+        return out
+
+
+def count_of_a_token(layers, rank):
+    """Counts of one token between two looks at who has ended, of a small model with the layers of
+    Qwen2.5: a LoRA adapter on bfloat16 weights, or with rank 0 float32 weights under autocast."""
+    config = Config.from_dict(dict(
+        model_type="qwen2", vocab_size=300, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=True))
+    model = GPT(config)
+    if rank:
+        add_lora(model.to(torch.bfloat16), rank)
+    counts = []
+    for L in (2, 3):  # one look each, at the end
+        with torch.autocast("cpu", torch.bfloat16), Count() as count:
+            sample(model, [[1, 2, 3], [4]], 2, L)
+        counts.append(count.counts)
+    return {name: counts[1][name] - counts[0][name] for name in counts[0]}
+
+
+def print_counts(layers=36):
+    """Those of a model of so many layers, as what one layer adds says."""
+    for name, rank in (("LoRA on bfloat16", 4), ("float32, autocast", 0)):
+        one, two = count_of_a_token(1, rank), count_of_a_token(2, rank)
+        total = {what: one[what] + (layers - 1) * (two[what] - one[what]) for what in one}
+        print(f"{name}, {layers} layers, a token:",
+              ", ".join(f"{n:,} {what}" for what, n in total.items()))
+
+
 # ---- measuring -----------------------------------------------------------------------------------
 
 def measure(work, o):
@@ -264,6 +316,7 @@ def options(argv):
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
                         help="bfloat16: by autocast, as in training; auto: on GPUs that have it")
     parser.add_argument("--compile", action="store_true", help="ours with torch.compile")
+    parser.add_argument("--count", action="store_true", help="only count what a token takes")
     o = parser.parse_args(argv)
     if o.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda: torch finds no CUDA device here")
@@ -276,6 +329,8 @@ def options(argv):
 
 def main(argv):
     o = options(argv)
+    if o.count:
+        return print_counts()
     device = platform.processor() or platform.machine()
     if o.device == "cuda":
         device = torch.cuda.get_device_name()

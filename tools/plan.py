@@ -39,7 +39,7 @@ class Plan:
     of `processes` GPUs, in bytes; .parts maps each row of the table to its bytes."""
 
     def __init__(self, c, m, processes=1):
-        self.c, self.m = c, m
+        self.c, self.m, self.device = c, m, "cpu" if c.device == "cpu" else "cuda"
         rank = c.lora_rank
         if c.adapter:
             rank = read_adapter_config(c.adapter)["r"]
@@ -58,7 +58,8 @@ class Plan:
         self.e = 2 if bf16 else 4
         self.r = 4 if self.full else self.e
         self.h = 4 if c.device == "cpu" else self.e
-        self.copies = 2 * self.matrices if bf16 and self.full else 0        # autocast's
+        # of matrices in bfloat16: autocast's, and the sampler's
+        self.copies = 2 * (self.matrices if self.full else adapter) if bf16 else 0
         self.head_copy = self.h * m.vocab_size * H * (self.h != self.r)
         reference = self.base if c.beta and self.full else 0
         self.weights = self.r * (self.base + reference) + 4 * adapter
@@ -78,10 +79,10 @@ class Plan:
         """Of G completions for each of P prompts: keys and values; the peak, with all else."""
         m, c, Tp, L = self.m, self.c, self.c.max_prompt_tokens, self.c.max_new_tokens
         kv = 8 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim   # of a token, float32
-        rows = min(P * G, max(1, DRAW_ELEMENTS // m.vocab_size))
+        rows = min(P * G, max(1, DRAW_ELEMENTS[self.device] // m.vocab_size))
         prompts, own = P * Tp * kv, P * G * L * kv
         scores = P * G * m.num_attention_heads * (Tp + L) * 16
-        logits = rows * m.vocab_size * 24 + self.head_copy
+        logits = rows * m.vocab_size * 16 + self.head_copy
         prefill = P * Tp * (3 * m.intermediate_size + 4 * m.hidden_size) * self.e
         first = prompts * self.e // 4 + max(prefill, prompts)               # kept, then as float32
         grow = own // 2 * (L > 64)              # buffers stand beside those twice as large
@@ -90,11 +91,13 @@ class Plan:
 
     def layer(self, tokens, keys, mask):
         """What autograd keeps of a layer, and what its backward pass needs beside it for a moment.
-        keys: of all sequences together, one for each query head; mask: its elements."""
+        keys: of all sequences together; mask: its elements."""
         m, e, H, F = self.m, self.e, self.m.hidden_size, self.m.intermediate_size
         width = m.num_attention_heads * m.head_dim
+        repeated = self.device == "cuda" and (mask or e == 4)   # keys, for each query head
+        key_width = width if repeated else m.num_key_value_heads * m.head_dim
         kept = tokens * (e * (4 * F + 2 * width + 2 * H) + 2 * H * (4 + e))
-        return kept + e * (2 * width * keys + mask), tokens * e * (2 * F + 2 * H)
+        return kept + e * (2 * key_width * keys + mask), tokens * e * (2 * F + 2 * H)
 
     def training(self):
         """Of a micro-batch at full length: what layers keep; the peak, with all else."""
@@ -110,7 +113,7 @@ class Plan:
             kv = 2 * m.num_key_value_heads * m.head_dim * self.e
             prompt, own = P * Tp * (H * self.r + kv), N * L * H * self.r
         layers = m.num_hidden_layers
-        chunk = min(CHUNK_ELEMENTS, N * L * V) * (8 + 2 * (self.h == 2))
+        chunk = min(CHUNK_ELEMENTS[self.device], N * L * V) * (8 + 2 * (self.h == 2))
         head = chunk + N * L * H * (self.e + 2 * self.h) + 4 * V * H * self.full + self.head_copy
         # when backward goes over from completions to prompts, gradients of the former wait
         waiting = 4 * self.trainable - self.copies + layers * prompt

@@ -1,0 +1,53 @@
+"""Random draws: tokens of a distribution, by numbers that follow from a seed and a place alone."""
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128  # columns of a distribution that draw() adds up at a time
+
+
+def restrict(logp, top_k=0, top_p=1.0):
+    """Probabilities, (B, V), of which all but the top_k most likely, then all but the smallest set
+    with at least top_p of the mass, are 0."""
+    if 0 < top_k < logp.shape[-1]:
+        values, ids = logp.topk(top_k)  # (B, top_k)
+        logp = torch.full_like(logp, -math.inf).scatter(-1, ids, values)
+    if top_p < 1:
+        probs, ids = logp.softmax(-1).sort(descending=True, stable=True)
+        before = probs.cumsum(-1) - probs  # mass of the more likely ones: the first always stays
+        logp = logp.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), -math.inf)
+    return logp.softmax(-1)
+
+
+def draw(probs, uniforms):
+    """One token a row, by inverting the cumulative distribution: probs (B, V), uniforms (B,) in
+    [0, 1) -> (B,). One number a token, so no completion depends on what else is in the batch. First
+    the block of columns, then the column in it: to add up all V in a row takes far longer."""
+    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # (B, n, BLOCK)
+    block, share = invert(blocks.sum(-1, dtype=torch.float64), uniforms.double())  # (B,) each
+    own = blocks[torch.arange(len(block), device=block.device), block]  # (B, BLOCK)
+    place, _ = invert(own, share)  # (B,)
+    return (block * BLOCK + place).clamp(max=probs.shape[1] - 1)  # nan, which sample() refuses
+
+
+def invert(weights, shares):
+    """Where the running sum of weights (B, n) passes `shares` (B,), in [0, 1), of their total: the
+    index (B,), never one of weight 0, and the share of its weight that is below (B,)."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)  # (B, n) float32 may fall back a little
+    # (B, 1), always below the total
+    target = shares[:, None].clamp(max=1 - 2**-32) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
+    weight = weights.gather(1, index)  # (B, 1)
+    share = (target - cumulative.gather(1, index) + weight) / weight  # (B, 1)
+    return index[:, 0], share[:, 0]
+
+
+def seeded_uniforms(key, *shape):
+    """Uniform numbers in [0, 1) that depend on nothing but `key`, a tuple of numbers and strings:
+    there is no random state to save."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1  # of 63 bits, as torch takes it
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=generator)
