@@ -30,8 +30,11 @@ def log_probs(hidden, head_weight, temperature=1.0, buffers=(None, None)):
     with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen already
         if hidden.dtype in (torch.float32, torch.float64):
             logits = torch.mm(hidden, head_weight.t(), out=logits)  # (N, V)
-        else:  # not rounded to bfloat16, which would cost a log-prob 0.03 nats
+        elif "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8: not rounded to bfloat16,
+            # which would cost a log-prob 0.03 nats
             logits = torch.mm(hidden, head_weight.t(), out_dtype=torch.float32)  # (N, V)
+        else:
+            logits = torch.mm(hidden, head_weight.t()).float()  # (N, V)
     if temperature != 1:
         logits.div_(temperature)
     return torch.log_softmax(logits, -1, out=out)  # (N, V)

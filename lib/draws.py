@@ -36,8 +36,8 @@ def invert(weights, shares):
     """Where the running sum of weights (B, n) passes `shares` (B,), in [0, 1), of their total: the
     index (B,), never one of weight 0, and the share of its weight that is below (B,)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)  # (B, n) float32 may fall back a little
-    # (B, 1), always below the total
-    target = shares[:, None].clamp(max=1 - 2**-32) * cumulative[:, -1:]
+    # (B, 1), always below the total; a share may be rounded to less than nothing
+    target = shares[:, None].clamp(0, 1 - 2**-32) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
     weight = weights.gather(1, index)  # (B, 1)
     share = (target - cumulative.gather(1, index) + weight) / weight  # (B, 1)
