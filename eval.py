@@ -31,7 +31,7 @@ from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
 from lib.files import lock_file, read_jsonl, write_whole
 from lib.hf import weights_hash
-from lib.run import Processes, command, end, forward_dtype, peak_memory
+from lib.run import Processes, command, compile_where_it_pays, end, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
 from sample import completion_texts, plain_stop, sample, seeded_uniforms
@@ -343,12 +343,14 @@ class EvalConfig:
     batch_prompts: int = 0  # prompts sampled at a time by a process; 0: 128 / n
     device: str = "auto"  # cpu, cuda; auto: cuda if there is one
     dtype: str = "auto"  # of the weights: float32, bfloat16, float16; auto: bfloat16 on such a GPU
+    compile: str = "auto"  # torch.compile: yes, no, or auto: yes on cuda, for a large model
     out: str = ""  # file for the completions; empty: out/eval/MODEL-HASH.jsonl, of the settings
     rescore: str = ""  # a file whose completions are graded again; nothing is sampled or written
 
 
 CHOICES = {"preset": ("", "paper"), "prompt_style": ("auto", "chat", "plain"),
-           "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16", "float16")}
+           "device": ("auto", "cpu", "cuda"), "dtype": ("auto", "float32", "bfloat16", "float16"),
+           "compile": ("auto", "yes", "no")}
 RANGES = {"top_p": "> 0 and <= 1", "max_prompt_tokens": ">= 1"}  # all other numbers are >= 0
 GONE = {"few_shot": "write solved examples into --system_prompt",
         "examples": "write solved examples into --system_prompt",
@@ -361,7 +363,8 @@ SAMPLING = ("temperature", "top_p", "max_new_tokens", "max_prompt_tokens", "syst
 
 def parse(argv):
     """The settings of a command line. ValueError for wrong usage."""
-    c, _ = read_config(EvalConfig, argv, gone=GONE, aliases={"samples": "n={}"})
+    c, _ = read_config(EvalConfig, argv, gone=GONE, aliases={"samples": "n={}"},
+                       bare={"compile": "yes"})
     check_ranges(c, CHOICES, RANGES)
     check_variables(c.template_variables)
     c.data = c.data or (",".join(PAPER_N) if c.preset else "")
@@ -435,6 +438,7 @@ def run(c, processes):
             print(f"tokenizer and chat template: those of {c.adapter}")
         print(f"{c.model}: up to {c.max_new_tokens} new tokens, {settings['dtype']} on {device}; "
               f"completions go to {path}, which has those of {len(found)} problems", flush=True)
+    compile_where_it_pays(model, c.compile, print if main else str)
     # The first process alone reads and writes the file; the others hear from it what is done.
     done = processes.gather(set(found))[0]
 

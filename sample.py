@@ -51,7 +51,7 @@ class GroupCache:
         the CPU, as what select() gets is: no GPU is asked which shape comes next."""
         self.prompt_lengths, self.max_new_tokens = prompt_lengths, max_new_tokens
         self.prompt_kv = [tuple(x.float().contiguous() for x in kv) for kv in prompt_kv]
-        (P, Hkv, S, D), device = self.prompt_kv[0][0].shape, self.prompt_kv[0][0].device
+        (P, Hkv, _, D), device = self.prompt_kv[0][0].shape, self.prompt_kv[0][0].device
         room = min(64, max_new_tokens)  # of the own tokens' buffers; doubled when it is full
         self.own_kv = [tuple(x.new_zeros(P, Hkv, group_size, room, D) for x in kv)
                        for kv in self.prompt_kv]

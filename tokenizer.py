@@ -9,7 +9,6 @@ exactly those of HF's `tokenizers`; a file for which that cannot be promised is 
 data never becomes a control token: only the chat template puts those.
 """
 import itertools
-import json
 import re
 import unicodedata
 from pathlib import Path

@@ -2,7 +2,7 @@
 A third party's GRPO in the comparison: TRL's GRPOTrainer from the same SFT starts, with the same
 problems in the same order, rewards and settings as experiments.compare's `grpo`.
 
-    pip install trl                                  # in an environment of its own: 1.16.0 was tried
+    pip install trl                              # in an environment of its own: 1.16.0 was tried
     python -m experiments.compare --seeds=8 --learning_rates 3e-4 --algorithms grpo gtpo
     python -m experiments.trl_grpo --seeds=8         # adds its rows to the same results
 

@@ -5,8 +5,6 @@ Which half of the conflict rule does it? train.py with other conflict weights th
 
 It is also an example of how to try a rule of one's own without a change of gtpo.py.
 """
-import sys
-
 import torch
 import torch.nn.functional as F
 

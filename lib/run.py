@@ -3,6 +3,7 @@ What a command needs around its work: one message for a mistake, processes, an o
 checkpoints, signals. Nothing here knows of GTPO; the loop is in train.py.
 """
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -76,6 +77,22 @@ def forward_dtype(name, device):
         return getattr(torch, name)
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32
+
+
+def compile_where_it_pays(model, choice, say):
+    """torch.compile of a model's layers, if the choice is yes; if it is auto, on a GPU that has
+    what this needs, for a model that is worth the wait. say(line) tells what goes on."""
+    if choice == "auto":
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        there = importlib.util.find_spec("triton") and compiler
+        large = sum(p.numel() for p in model.parameters()) >= 100e6
+        large_on_gpu = model.head_weight.device.type == "cuda" and large
+        if large_on_gpu and not there:
+            say("not compiled: torch.compile needs Triton and a C compiler here")
+        choice = "yes" if large_on_gpu and there else "no"
+    if choice == "yes":
+        say("compiling: the first steps of each kind take a minute or more")
+        model.compile_layers()
 
 
 class Processes:

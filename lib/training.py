@@ -4,10 +4,8 @@ on, what happens after every step, how it is evaluated and saved.
 """
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
-import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +21,8 @@ from lib.chat import check_variables
 from lib.config import read_config, to_toml
 from lib.hf import weights_hash
 from lib.lora import add_lora, save_adapter
-from lib.run import Output, Processes, Signals, forward_dtype, peak_memory
+from lib.run import (Output, Processes, Signals, compile_where_it_pays, forward_dtype,
+                     peak_memory)
 from model import GPT
 from tokenizer import Tokenizer
 from tools.plan import model_config, report
@@ -342,24 +341,7 @@ def begin(run):
     if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
-    if compiles(run):
-        run.say("compiling: the first steps of each kind take a minute or more")
-        run.model.compile_layers()
-
-
-def compiles(run):
-    """Is torch.compile used? auto: on a GPU, if it has what it needs there, for models that are
-    worth the wait."""
-    c, device = run.c, run.processes.device
-    if c.compile != "auto" or device.type != "cuda":
-        return c.compile == "yes"
-    if sum(p.numel() for p in run.model.parameters()) < 100e6:
-        return False
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if importlib.util.find_spec("triton") and compiler:
-        return True
-    run.say("not compiled: torch.compile needs Triton and a C compiler here")
-    return False
+    compile_where_it_pays(run.model, c.compile, run.say)
 
 
 def introduce(run):

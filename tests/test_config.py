@@ -195,7 +195,7 @@ def test_presets(path):
     assert keys["out"] == f"out/{path.stem}" and c == {**defaults, **keys}
     same = [key for key in keys if keys[key] == defaults[key]]
     assert same == (["out", "data"] if path.stem == "arithmetic" else [])
-    if path.stem not in ("arithmetic", "gsm8k_random"):
+    if path.stem not in ("arithmetic", "gsm8k_random", "smollm2_135m"):  # which have short answers
         assert c["max_new_tokens"] >= 512 and c["max_prompt_tokens"] >= 384
         assert c["learning_rate"] <= 1e-5
 

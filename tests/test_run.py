@@ -1,16 +1,18 @@
 """lib/run.py: one message for a mistake, the output folder, processes, signals."""
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from conftest import OUT, ROOT, refused
-from lib.run import Output, Processes, Signals, command, forward_dtype
+from lib.run import (Output, Processes, Signals, command, compile_where_it_pays, forward_dtype)
 
 
 def raises(error):
@@ -51,6 +53,29 @@ def test_one_of_several_processes_ends_without_pythons_clean_up(processes, clean
                           env={**os.environ, "WORLD_SIZE": processes})
     assert done.returncode == 3 and not done.stderr
     assert done.stdout == "done " + cleaned_up * "cleaned up\n"
+
+
+def test_compilation_is_chosen_where_it_pays(monkeypatch):
+    """auto: on a GPU with all that it needs, for a model that is worth the wait."""
+    found = {"gcc": "/bin/gcc", "triton": object()}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", found.get)
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+
+    def compiles(device, million, choice="auto"):
+        done, said = [], []
+        compile_where_it_pays(SimpleNamespace(
+            head_weight=SimpleNamespace(device=torch.device(device)),
+            parameters=lambda: [torch.empty(1000 * million, 1000, device="meta")],
+            compile_layers=lambda: done.append(1)), choice, said.append)
+        assert len(said) == len(done) or "needs Triton" in said[0]
+        return bool(done)
+    assert compiles("cuda", 200) and not compiles("cpu", 200) and not compiles("cuda", 1)
+    assert compiles("cpu", 1, "yes") and not compiles("cuda", 200, "no")
+    for missing in ("gcc", "triton"):
+        monkeypatch.delitem(found, missing)
+        assert not compiles("cuda", 200)
+        monkeypatch.setitem(found, missing, "there")
 
 
 def test_rows_are_cut_back_to_the_checkpoint(tmp_path):

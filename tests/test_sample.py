@@ -12,6 +12,7 @@ import torch
 
 import sample as sample_py
 from lib.arithmetic import write_byte_tokenizer
+from lib.draws import invert
 from lib.hf import Config
 from lib.lora import ready_to_sample
 from lib.run import command
@@ -374,6 +375,8 @@ def test_draw_inverts_the_cumulative_distribution():
     for number, token in ((0.0, 2), (2**-149, 2), (0.2688, 2), (0.2690, 4), (below_one, 4),
                           (1 - 2**-30, 4), (1.0, 4)):  # what float32 rounds up to 1
         assert draw(row, torch.tensor([number], dtype=torch.float64)).item() == token
+    for share in (-1e-18, 0.0):  # what is left for a block may be rounded below nothing
+        assert invert(torch.tensor([[0, 0.5, 0.5]]), torch.tensor([share]).double())[0] == 1
     wide = torch.zeros(400, 6000)
     wide[:, 100:1100] = torch.randn(400, 1000).mul(4).softmax(-1)
     wide[:, 103] = 0

@@ -8,7 +8,6 @@ import re
 import shutil
 import stat
 import zlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -386,26 +385,6 @@ def test_the_row_measures_and_the_picture_shows_what_was_used(small, tmp_path, m
     assert 0 < found["negative"][0] < 1 and 0 < found["negative"][1] < 8
     assert found["all"][:2] == (0, 8) and not found["all"][3]
     assert found["off"] == (0, 0, True, True) and found["grpo"] == (0, 0, False, True)
-
-
-def test_compilation_is_chosen_where_it_pays(monkeypatch):
-    """auto: on a GPU with all that it needs, for a model that is worth the wait."""
-    found = {"gcc": "/bin/gcc", "triton": object()}
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(shutil, "which", found.get)
-    monkeypatch.setattr(training.importlib.util, "find_spec", found.get)
-
-    def compiles(device, million, setting="auto"):
-        return training.compiles(SimpleNamespace(
-            c=SimpleNamespace(compile=setting), processes=SimpleNamespace(
-                device=torch.device(device)), say=lambda text: None,
-            model=torch.nn.Embedding(million * 1000, 1000, device="meta")))
-    assert compiles("cuda", 200) and not compiles("cpu", 200) and not compiles("cuda", 1)
-    assert compiles("cpu", 1, "yes") and not compiles("cuda", 200, "no")
-    for missing in ("gcc", "triton"):
-        monkeypatch.delitem(found, missing)
-        assert not compiles("cuda", 200)
-        monkeypatch.setitem(found, missing, "there")
 
 
 def test_problems_held_out_of_a_file_are_written_beside_the_run(done, small_folder):

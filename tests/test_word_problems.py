@@ -33,7 +33,7 @@ def test_stories_say_their_operation():
 
 
 def test_the_preset_runs_on_a_small_llama(tmp_path):
-    """config/smollm2_135m.toml for two steps of each kind, on random weights, by a chat template."""
+    """config/smollm2_135m.toml: two steps of each kind, on random weights, by a chat template."""
     model = small_model(f"{tmp_path}/model", max_position_embeddings=1024)
     preset = f"{ROOT}/config/smollm2_135m.toml"
     text = run(tmp_path, preset, f"--model={model.folder}", "--sft_steps=2", "--steps=2",

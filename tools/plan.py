@@ -77,7 +77,7 @@ class Plan:
 
     def sampling(self, P, G):
         """Of G completions for each of P prompts: keys and values; the peak, with all else."""
-        m, c, Tp, L = self.m, self.c, self.c.max_prompt_tokens, self.c.max_new_tokens
+        m, Tp, L = self.m, self.c.max_prompt_tokens, self.c.max_new_tokens
         kv = 8 * m.num_hidden_layers * m.num_key_value_heads * m.head_dim   # of a token, float32
         rows = min(P * G, max(1, DRAW_ELEMENTS[self.device] // m.vocab_size))
         prompts, own = P * Tp * kv, P * G * L * kv
