@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
-from importlib import import_module
 
 from lib.files import nearest
 from lib.rows import NoAnswer, read_problem, read_rows
@@ -43,7 +42,7 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
                   say=to_stderr):
     """
     A list of Problem in the order of the file: of a known set (NAMES: data/NAME/SPLIT.jsonl[.gz]
-    under the working directory; "arithmetic" is built in), or of a file by its path, whose question
+    under the working directory; two are built in), or of a file by its path, whose question
     and gold answer may be named (question_field, answer_field; a.b is b in a).
 
     In a file to train on (split "train") rows without a usable answer are left out, and say(line)
@@ -52,10 +51,12 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
     """
     name = os.fspath(name_or_path)
     check_choice("split", split, ("train", "test"))
-    if name == "arithmetic":  # made on the spot, by files that import this one
-        return import_module("lib.arithmetic").arithmetic_problems(split)
+    if name == "arithmetic":
+        from lib.arithmetic import arithmetic_problems  # which imports this file
+        return arithmetic_problems(split)
     if name == "word_problems":
-        return import_module("lib.word_problems").word_problems(split)
+        from lib.word_problems import word_problems
+        return word_problems(split)
     if name in NAMES:
         question_field, answer_field, strict = "", "", True
     path = _find_file(name, split)

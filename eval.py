@@ -26,15 +26,16 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems
+from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems, to_stderr
 from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
+from lib.draws import seeded_uniforms
 from lib.files import lock_file, read_jsonl, write_whole
 from lib.hf import weights_hash
 from lib.run import Processes, command, compile_where_it_pays, end, forward_dtype, peak_memory
 from model import GPT
 from rewards import answers_equal, extract_answer, format_reward
-from sample import completion_texts, plain_stop, sample, seeded_uniforms
+from sample import completion_texts, plain_stop, sample
 from tokenizer import Tokenizer
 
 # n and the largest k in the paper (arXiv 2508.03772)
@@ -343,7 +344,7 @@ class EvalConfig:
     batch_prompts: int = 0  # prompts sampled at a time by a process; 0: 128 / n
     device: str = "auto"  # cpu, cuda; auto: cuda if there is one
     dtype: str = "auto"  # of the weights: float32, bfloat16, float16; auto: bfloat16 on such a GPU
-    compile: str = "auto"  # torch.compile: yes, no, or auto: yes on cuda, for a large model
+    compile: str = "auto"  # torch.compile: yes, no; auto: on a GPU that can, for a large model
     out: str = ""  # file for the completions; empty: out/eval/MODEL-HASH.jsonl, of the settings
     rescore: str = ""  # a file whose completions are graded again; nothing is sampled or written
 
@@ -438,7 +439,7 @@ def run(c, processes):
             print(f"tokenizer and chat template: those of {c.adapter}")
         print(f"{c.model}: up to {c.max_new_tokens} new tokens, {settings['dtype']} on {device}; "
               f"completions go to {path}, which has those of {len(found)} problems", flush=True)
-    compile_where_it_pays(model, c.compile, print if main else str)
+    compile_where_it_pays(model, c.compile, to_stderr if main else lambda line: None)
     # The first process alone reads and writes the file; the others hear from it what is done.
     done = processes.gather(set(found))[0]
 

@@ -196,9 +196,9 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
             else:
                 positions, by_layer, shared = cache.next_token(whole_buffer=model.compiled)
                 hidden = model.decode(ids[at, t - 1], positions, attend_group, by_layer, shared)
-            for row, h in zip(at.split(at_once), hidden.split(at_once)):
-                ids[row, t], logps[row, t], entropies[row, t] = next_tokens(
-                    h.to(head.dtype), head, noise[row, t], temperature, top_k, top_p)
+            for some, h in zip(at.split(at_once), hidden.split(at_once)):
+                ids[some, t], logps[some, t], entropies[some, t] = next_tokens(
+                    h.to(head.dtype), head, noise[some, t], temperature, top_k, top_p)
             if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
                 look_for_ends(ends, ids[at, : t + 1], rows.flatten(), eos_ids, stop)
                 going = ends[rows] > L  # (P', G')

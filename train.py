@@ -32,6 +32,7 @@ from gtpo import (conflict_weights, group_advantages, keep_completions, mean_ent
                   token_weights)
 from lib.arithmetic import imperfect_demonstration
 from lib.config import check_ranges, help_text
+from lib.draws import seeded_uniforms
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command, end
 from lib.show import show_group
@@ -39,7 +40,7 @@ from lib.training import (advise, before_rl, begin, check_together, end_step, fi
                           plan, prepare, read_settings)
 from logprobs import head_loss, token_logps
 from rewards import reward_parts
-from sample import completion_texts, pad, plain_stop, sample, seeded_uniforms
+from sample import completion_texts, pad, plain_stop, sample
 
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.99)  # AdamW's; decay on matrices alone
 LR_WARMUP = 0.005  # share of the steps in which the learning rate rises
@@ -52,7 +53,7 @@ class TrainConfig:
     algo: str = "gtpo"  # gtpo, grpo or sft (the warm-up alone); sets its parts' defaults
     model: str = ""  # folder in Hugging Face format; empty: a tiny Llama is made
     adapter: str = ""  # folder of a LoRA adapter in PEFT's format to start from
-    data: str = "arithmetic"  # arithmetic, gsm8k, math, or the path of a file of problems
+    data: str = "arithmetic"  # arithmetic, word_problems, gsm8k, math, or a file's path
     eval_data: str = ""  # problems to evaluate on; empty: DATA's test split or a part of it
     question_field: str = ""  # field of a row that holds the question; empty: the usual ones
     answer_field: str = ""  # field of a row that holds the gold answer; empty: the usual ones
@@ -94,7 +95,7 @@ class TrainConfig:
     # LoRA, memory, speed
     lora_rank: int = 0  # of a new LoRA adapter, which is then all that is trained; 0: none
     checkpointing: bool = False  # keep no activations of layers: less memory, slower, same result
-    compile: str = "auto"  # torch.compile: yes, no, or auto: yes on cuda
+    compile: str = "auto"  # torch.compile: yes, no; auto: on a GPU that can, for a large model
 
     # looking and keeping
     eval_problems: int = 200  # of the evaluation before and after RL; 0: none

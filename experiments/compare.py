@@ -1,15 +1,21 @@
-"""
+r"""
 The comparison: GRPO, GTPO, and GTPO without each of its parts, on the arithmetic task, at several
 learning rates, with several seeds.
 
     python -m experiments.compare       # writes experiments/results.jsonl, a line a run
     python -m experiments.report        # tables of it, in Markdown
+    # rules of experiments/variants.py in the place of equation (2)
+    python -m experiments.compare --seeds=8 --learning_rates 3e-4 --out=out/conflict \
+        --results=out/conflict.jsonl --algorithms grpo gtpo protect_only amplify_only
+    # a pretrained model on word problems, some 15 minutes of two cores a run
+    python -m experiments.compare --task=word_problems --model=DIR --learning_rates 2e-5 \
+        --algorithms grpo gtpo --seeds=3 --out=out/smollm2 --results=out/smollm2.jsonl
     python -m tools.plot out/compare/*-lr0.0007-s*      # curves, a band over the seeds
 
 For each seed one warm-up (train.py --algo=sft) makes the start of all runs of that seed, and the
 same seed gives them the same prompts and random numbers: runs of one seed differ in nothing but
 the algorithm and the learning rate. Each run is a train.py and an eval.py of its own, one after
-another, with one thread. The same command goes on after a stop: a finished run is not repeated,
+another, with one thread unless OMP_NUM_THREADS says otherwise. The same command goes on after a stop: a finished run is not repeated,
 a stopped one continues from its last checkpoint.
 """
 import argparse
@@ -43,12 +49,12 @@ ALGORITHMS = {                                          # name: flags of train.p
     "gtpo_gamma0": ["--algo=gtpo", "--gamma=0"],
 }
 ALL = ALGORITHMS | dict.fromkeys(VARIANTS, ["--algo=gtpo"])  # GTPO with another conflict rule, too
-# of all runs of a task; what is not here says the preset
+# of all runs of a task; the rest are train.py's defaults, or those of the task's preset
 SETTINGS = {
     "arithmetic": dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
                        eval_problems=100, eval_samples=8),
-    "word_problems": dict(data="word_problems", sft_steps=30, steps=40, prompts_per_step=8,
-                          group_size=8, temperature=1.0, eval_problems=120, eval_samples=4)}
+    "word_problems": dict(sft_steps=30, steps=40, prompts_per_step=8, group_size=8,
+                          temperature=1.0, eval_problems=120, eval_samples=4)}
 KEY = ("algorithm", "learning_rate", "seed")            # which run it is; the rate of SFT is None
 LAST = 5                                                # steps that a figure "at the end" averages
 
@@ -58,35 +64,36 @@ def folder_of(a, algorithm, rate, seed):
     return os.path.join(a.out, name)
 
 
-def commands(a, algorithm, rate, seed, folder=None):
-    """The train.py and the eval.py command of a run. The evaluation inside train.py is made as
-    small as can be, since eval.py measures."""
-    folder, s = folder or folder_of(a, algorithm, rate, seed), SETTINGS[a.task]
-    program = ["-m", "experiments.variants", algorithm]
-    if algorithm not in VARIANTS:
-        program = [os.path.join(ROOT, "train.py")]
+def train_command(a, algorithm, rate, seed):
+    """The train.py of a run. Its own evaluation is as small as can be, since eval.py measures."""
+    s, program = SETTINGS[a.task], [os.path.join(ROOT, "train.py")]
+    if algorithm in VARIANTS:
+        program = ["-m", "experiments.variants", algorithm]
     if a.task == "word_problems":
         program += [os.path.join(ROOT, "config", "smollm2_135m.toml"), f"--model={a.model}"]
-    train = [sys.executable, *program, f"--data={a.task}", f"--out={folder}", f"--seed={seed}",
-             "--device=cpu", "--resume", "--show_every=0", "--save_every=10", "--eval_problems=1",
-             "--eval_samples=1", f"--temperature={s['temperature']}"]
+    words = [sys.executable, *program, f"--data={a.task}", f"--seed={seed}", "--device=cpu",
+             f"--out={folder_of(a, algorithm, rate, seed)}", "--resume", "--show_every=0",
+             "--save_every=10", "--eval_problems=1", "--eval_samples=1",
+             f"--temperature={s['temperature']}"]
     if algorithm == "sft":
-        train += ["--algo=sft", f"--sft_steps={s['sft_steps']}"]
-    else:
-        train += [*ALL[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
-                  "--sft_steps=0", f"--learning_rate={rate:g}", f"--steps={s['steps']}",
-                  f"--prompts_per_step={s['prompts_per_step']}",
-                  f"--group_size={s['group_size']}"]
-    evaluate = [sys.executable, os.path.join(ROOT, "eval.py"), f"--model={folder}/model",
-                f"--data={a.task}", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
-                f"--temperature={s['temperature']}", "--max_new_tokens=48", f"--seed={seed}",
-                "--device=cpu", f"--out={folder}/eval.jsonl"]
-    return train, evaluate
+        return [*words, "--algo=sft", f"--sft_steps={s['sft_steps']}"]
+    return [*words, *ALL[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
+            "--sft_steps=0", f"--learning_rate={rate:g}", f"--steps={s['steps']}",
+            f"--prompts_per_step={s['prompts_per_step']}", f"--group_size={s['group_size']}"]
+
+
+def eval_command(a, folder, seed):
+    s = SETTINGS[a.task]
+    return [sys.executable, os.path.join(ROOT, "eval.py"), f"--model={folder}/model",
+            f"--data={a.task}", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
+            f"--temperature={s['temperature']}", "--max_new_tokens=48", f"--seed={seed}",
+            "--device=cpu", f"--dtype={'float32' if a.task == 'arithmetic' else 'bfloat16'}",
+            f"--out={folder}/eval.jsonl"]
 
 
 def call(words):
-    """Runs a command, with one thread unless OMP_NUM_THREADS says otherwise; it ends when we are
-    stopped. RuntimeError with the end of its stderr when it fails."""
+    """Runs a command, which ends when we are stopped. RuntimeError with the end of its stderr when
+    it fails."""
     done = subprocess.run(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
         env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": ROOT})
@@ -130,7 +137,7 @@ def held_out_figures(path):
 def training_figures(path):
     """What the RL steps in a metrics.jsonl say; {} without any. At the end: mean of the last five
     steps; worst: the worst such mean of five, for the entropy the highest single step.
-    protected: share of conflict tokens; filtered: share of completions that the entropy filter
+    protected: share of tokens whose weight is not 1; filtered: share of completions that the entropy filter
     drops, or would."""
     steps = [row for row in read_jsonl(path) if row["phase"] not in ("sft", "eval")]
     if not steps:
@@ -158,8 +165,8 @@ def commit():
 def do_run(a, algorithm, rate, seed):
     """Trains and measures one run, or what is left of it. Returns its line of the results."""
     folder = folder_of(a, algorithm, rate, seed)
-    for words in commands(a, algorithm, rate, seed):
-        call(words)
+    call(train_command(a, algorithm, rate, seed))
+    call(eval_command(a, folder, seed))
     row = {"algorithm": algorithm, "learning_rate": rate, "seed": seed,
            "settings": SETTINGS[a.task], "commit": commit(),
            **held_out_figures(f"{folder}/eval.jsonl"),

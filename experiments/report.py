@@ -71,8 +71,9 @@ def differences(figures, runs):
     for name, seeds in runs.items():
         both = sorted(seeds.keys() & base.keys())
         if name != BASELINE and both:
-            rows.append([name, *(cell([seeds[s][field] - base[s][field] for s in both], *how,
-                                      mark=True) for field, (_, *how) in figures.items())])
+            rows.append([name, *(
+                cell([seeds[s][field] - base[s][field] for s in both if field in seeds[s]], *how,
+                     mark=True) for field, (_, *how) in figures.items())])
     return table(figures, rows)
 
 
@@ -99,7 +100,7 @@ def report(rows):
         if BASELINE in runs and len(runs) > 1:
             text += [f"Difference to {BASELINE}, seed by seed:\n", differences(compared, runs)]
         for name, seeds in runs.items():
-            n = sum(row["entropy_worst"] > math.log(2) for row in seeds.values())
+            n = sum(row.get("entropy_worst", 0) > math.log(2) for row in seeds.values())
             collapsed += [f"{name} at {rate:g} in {n} of {len(seeds)}"] if n else []
     text.append("Runs in which the mean entropy of some step was above ln 2: "
                 f"{'; '.join(collapsed) or 'none'}.\n")

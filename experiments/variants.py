@@ -3,7 +3,9 @@ Which half of the conflict rule does it? train.py with other conflict weights th
 
     python -m experiments.variants protect_only --seed=1 ...        # NAME, then train.py's flags
 
-It is also an example of how to try a rule of one's own without a change of gtpo.py.
+It is also an example of how to try a rule of one's own without a change of gtpo.py. The rule is
+not among the settings: a stopped run goes on with the same command. In the log, `conflict` is the
+share of tokens whose weight is not 1.
 """
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,6 @@ import torch.nn.functional as F
 import train
 from gtpo import advantage_sign, conflict_weights
 from lib.run import command, end
-
 
 
 def protect_only(ids, mask, advantages):
@@ -38,9 +39,9 @@ def own_ids(ids):
 def prefix_only(ids, mask, advantages):
     """Conflict tokens in the common beginning alone: an end of its own leaves no common end."""
     own = own_ids(ids)  # (..., G, 1)
-    end = mask.sum(-1, keepdim=True)  # (..., G, 1)
-    longer = F.pad(ids, (0, 1)).scatter(-1, end, own)  # (..., G, L + 1)
-    weights = conflict_weights(longer, F.pad(mask, (0, 1)).scatter(-1, end, True), advantages)
+    length = mask.sum(-1, keepdim=True)  # (..., G, 1)
+    longer = F.pad(ids, (0, 1)).scatter(-1, length, own)  # (..., G, L + 1)
+    weights = conflict_weights(longer, F.pad(mask, (0, 1)).scatter(-1, length, True), advantages)
     return weights[..., :-1] * mask
 
 

@@ -29,14 +29,14 @@ def draw(probs, uniforms):
     block, share = invert(blocks.sum(-1, dtype=torch.float64), uniforms.double())  # (B,) each
     own = blocks[torch.arange(len(block), device=block.device), block]  # (B, BLOCK)
     place, _ = invert(own, share)  # (B,)
-    return (block * BLOCK + place).clamp(max=probs.shape[1] - 1)  # nan, which sample() refuses
+    return (block * BLOCK + place).clamp(max=probs.shape[1] - 1)  # probs of nan: sample() refuses
 
 
 def invert(weights, shares):
     """Where the running sum of weights (B, n) passes `shares` (B,), in [0, 1), of their total: the
     index (B,), never one of weight 0, and the share of its weight that is below (B,)."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)  # (B, n) float32 may fall back a little
-    # (B, 1), always below the total; a share may be rounded to less than nothing
+    cumulative = weights.cumsum(-1, dtype=torch.float64)  # (B, n) float32 sums may decrease
+    # (B, 1), always below the total; rounding can make a share slightly negative
     target = shares[:, None].clamp(0, 1 - 2**-32) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
     weight = weights.gather(1, index)  # (B, 1)

@@ -226,7 +226,9 @@ def clean(text, other=""):
     outside = re.sub(r"\\[a-zA-Z]+ ?(?:\{[^{}]*\})?", " ", other)
     taken = {c for w in re.findall("[A-Za-z]+", outside) if len(w) < 3 for c in (w, *w)}
     for pattern, to in RULES:
-        text = re.sub(pattern, partial(to, taken=taken) if to is drop_unit else to, text)
+        if to is drop_unit:  # the one rule that knows of the other side
+            to = partial(drop_unit, taken=taken)
+        text = re.sub(pattern, to, text)
     return braced(text)
 
 

@@ -27,8 +27,9 @@ def end(code):
     go of a tensor meanwhile would abort it, and torchrun would call a finished run failed
     (pytorch/pytorch#190489)."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads any more
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -83,13 +84,13 @@ def compile_where_it_pays(model, choice, say):
     """torch.compile of a model's layers, if the choice is yes; if it is auto, on a GPU that has
     what this needs, for a model that is worth the wait. say(line) tells what goes on."""
     if choice == "auto":
-        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-        there = importlib.util.find_spec("triton") and compiler
         large = sum(p.numel() for p in model.parameters()) >= 100e6
-        large_on_gpu = model.head_weight.device.type == "cuda" and large
-        if large_on_gpu and not there:
+        wanted = large and model.head_weight.device.type == "cuda"
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        there = compiler and importlib.util.find_spec("triton")
+        if wanted and not there:
             say("not compiled: torch.compile needs Triton and a C compiler here")
-        choice = "yes" if large_on_gpu and there else "no"
+        choice = "yes" if wanted and there else "no"
     if choice == "yes":
         say("compiling: the first steps of each kind take a minute or more")
         model.compile_layers()
@@ -280,7 +281,7 @@ class Signals:
         if not self.received:
             self.received, self.when = number, time.monotonic()
             with contextlib.suppress(OSError):  # the terminal may be gone
-                print("\nstopping after this step or evaluation; once more stops at once",
+                print("\nstopping when the step is done and saved; once more stops at once",
                       file=sys.stderr, flush=True)
         elif time.monotonic() - self.when > 1:
             signal.signal(number, signal.SIG_DFL)

@@ -398,11 +398,12 @@ def stop_if_asked(run, saved=True):
     """SystemExit, after a checkpoint if it is not saved yet, when a signal came to one of the
     processes. All of them call this together."""
     stop = max(run.processes.gather(run.signals.received))
-    if stop and not saved:
+    if not stop:
+        return
+    if not saved:
         save(run)
-    if stop:
-        run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
-        raise SystemExit(128 + stop)
+    run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
+    raise SystemExit(128 + stop)
 
 
 def advise(run, row):

@@ -144,7 +144,7 @@ def test_train_takes_the_commands():
     """Runs of one seed and rate differ only in the algorithm's own switches and the folder."""
     a, configs = compare.parse([]), {}
     for name in ["sft", *compare.ALGORITHMS]:
-        words = compare.commands(a, name, 1e-3, 3)[0][2:]
+        words = compare.train_command(a, name, 1e-3, 3)[2:]
         configs[name] = vars(read_config(train.TrainConfig, words, bare={"resume": "yes"})[0])
     base = configs["gtpo"]
     expected = dict(algo="gtpo", model="out/compare/sft-s3/model", sft_steps=0, steps=60, seed=3,
@@ -160,12 +160,12 @@ def test_train_takes_the_commands_of_another_task_and_rule():
     a = compare.parse(["--task=word_problems", "--model=DIR"])
     for name, program in (("grpo", [f"{ROOT}/train.py"]),
                           ("prefix_only", ["-m", "experiments.variants", "prefix_only"])):
-        words = compare.commands(a, name, 1e-5, 0)[0][1:]
+        words = compare.train_command(a, name, 1e-5, 0)[1:]
         assert words[:len(program)] == program
         words = words[len(program):]
         c = read_config(train.TrainConfig, words, bare={"resume": "yes"})[0]
         assert c.data == "word_problems" and c.dtype == "bfloat16" and c.sft_steps == 0
-    assert "--model=DIR" in compare.commands(a, "sft", None, 0)[0]
+    assert "--model=DIR" in compare.train_command(a, "sft", None, 0)
 
 
 # Conflict weights by hand. Ids of a good completion, a bad one, and one with advantage 0: the first
@@ -255,6 +255,8 @@ def test_report_tables(tmp_path, capsys):
             result("gtpo", 1e-3, 2, 0.90), result("grpo", 1e-3, 0, 0.50),
             result("grpo", 1e-3, 1, 0.90, entropy_worst=0.7), result("sft", None, 0, 0.4),
             result("gtpo_gamma0", 1e-3, 0, 0.6), result("gtpo_gamma0", 1e-3, 1, 1.0)]
+    others = {"algorithm": "trl_grpo", "learning_rate": 1e-3, "seed": 0, "settings": {}}
+    rows.append({**others, "accuracy": 0.7})  # another program's run has no figures of training
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn')
     report.main([str(path)])
@@ -268,6 +270,7 @@ def test_report_tables(tmp_path, capsys):
     assert level["gtpo"][1] == "78.0 ± 58.2"    # s^2 = (27^2 + 15^2 + 12^2) / 2, 4.303 s / sqrt(3)
     assert "grpo" not in difference and difference["gtpo"][1] == "+2.0 ± 12.7"
     assert difference["gtpo_gamma0"][1] == "**+10.0 ± 0.0**"
+    assert difference["trl_grpo"][1:4] == ["+20.0", "-", "-"] and level["trl_grpo"][1] == "70.0"
     assert curve["gtpo"][2].startswith("78.0")
     assert "above ln 2: grpo at 0.001 in 1 of 2." in text
 

@@ -29,12 +29,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gtpo import conflict_weights, group_advantages, mean_entropy, policy_loss, token_weights
+from lib.draws import draw
 from lib.hf import Config
 from lib.lora import add_lora
 from lib.run import command, forward_dtype
 from logprobs import head_loss, head_loss_slow
 from model import GPT, attention
-from sample import Samples, draw, pad, sample
+from sample import Samples, pad, sample
 from train import Batch, Policy, TrainConfig, backward, cross_entropy, make_optimizer, update
 
 # layers, width, MLP's width, heads, key heads, vocabulary
@@ -67,7 +68,7 @@ def make_run(model, o):
     """What train.backward() and train.update() need of a run."""
     return SimpleNamespace(c=TrainConfig(), processes=SimpleNamespace(size=1), model=model,
                            policy=Policy(model), optimizer=make_optimizer(model),
-                           autocast=o.autocast)
+                           autocast=o.autocast, bad_in_a_row=0, skipped_updates=0)
 
 
 # ---- the straightforward versions: every completion runs its own copy of the prompt --------------
