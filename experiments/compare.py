@@ -15,12 +15,13 @@ learning rates, with several seeds.
 For each seed one warm-up (train.py --algo=sft) makes the start of all runs of that seed, and the
 same seed gives them the same prompts and random numbers: runs of one seed differ in nothing but
 the algorithm and the learning rate. Each run is a train.py and an eval.py of its own, one after
-another, with one thread unless OMP_NUM_THREADS says otherwise. The same command goes on after a stop: a finished run is not repeated,
-a stopped one continues from its last checkpoint.
+another, with one thread unless OMP_NUM_THREADS says otherwise. The same command goes on after a
+stop: a finished run is not repeated, a stopped one continues from its last checkpoint.
 """
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -59,8 +60,14 @@ KEY = ("algorithm", "learning_rate", "seed")            # which run it is; the r
 LAST = 5                                                # steps that a figure "at the end" averages
 
 
+def settings(a):
+    """Those of all runs of this call; a row with others is refused."""
+    model = {"model": os.path.basename(os.path.abspath(a.model))} if a.model else {}
+    return SETTINGS[a.task] | model
+
+
 def folder_of(a, algorithm, rate, seed):
-    name = f"sft-s{seed}" if algorithm == "sft" else f"{algorithm}-lr{rate:g}-s{seed}"
+    name = f"sft-s{seed}" if algorithm == "sft" else f"{algorithm}-lr{rate}-s{seed}"
     return os.path.join(a.out, name)
 
 
@@ -78,7 +85,7 @@ def train_command(a, algorithm, rate, seed):
     if algorithm == "sft":
         return [*words, "--algo=sft", f"--sft_steps={s['sft_steps']}"]
     return [*words, *ALL[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
-            "--sft_steps=0", f"--learning_rate={rate:g}", f"--steps={s['steps']}",
+            "--sft_steps=0", f"--learning_rate={rate}", f"--steps={s['steps']}",
             f"--prompts_per_step={s['prompts_per_step']}", f"--group_size={s['group_size']}"]
 
 
@@ -137,8 +144,8 @@ def held_out_figures(path):
 def training_figures(path):
     """What the RL steps in a metrics.jsonl say; {} without any. At the end: mean of the last five
     steps; worst: the worst such mean of five, for the entropy the highest single step.
-    protected: share of tokens whose weight is not 1; filtered: share of completions that the entropy filter
-    drops, or would."""
+    protected: share of tokens whose weight is not 1; filtered: share of completions that the
+    entropy filter drops, or would."""
     steps = [row for row in read_jsonl(path) if row["phase"] not in ("sft", "eval")]
     if not steps:
         return {}
@@ -168,7 +175,7 @@ def do_run(a, algorithm, rate, seed):
     call(train_command(a, algorithm, rate, seed))
     call(eval_command(a, folder, seed))
     row = {"algorithm": algorithm, "learning_rate": rate, "seed": seed,
-           "settings": SETTINGS[a.task], "commit": commit(),
+           "settings": settings(a), "commit": commit(),
            **held_out_figures(f"{folder}/eval.jsonl"),
            "format_logp": format_logp(f"{folder}/model", load_problems(a.task, "test")[:64]),
            **training_figures(f"{folder}/metrics.jsonl")}
@@ -181,7 +188,7 @@ def finished(a):
     """The rows of the results so far. ValueError if they were made with other settings."""
     rows = read_jsonl(a.results, (*KEY, "settings")) if os.path.exists(a.results) else []
     for number, row in enumerate(rows, 1):
-        if row["settings"] != SETTINGS[a.task]:
+        if row["settings"] != settings(a):
             raise ValueError(f"{a.results}:{number}: has other settings, {row['settings']}. Take "
                              "another --results and --out")
     return rows
@@ -207,6 +214,9 @@ def parse(argv):
     a = p.parse_args(argv)
     if (a.task == "word_problems") != bool(a.model):
         p.error("--task=word_problems and --model=DIR belong together")
+    for rate in a.learning_rates:
+        if not 0 < rate < math.inf:
+            p.error(f"--learning_rates: {rate} is not a positive number")
     if a.seeds < 1:
         p.error(f"--seeds={a.seeds}: at least 1 is needed")
     return a
@@ -227,7 +237,7 @@ def main(argv):
     for run in tqdm([run for run in warm_ups + runs if run not in done], unit="run"):
         try:
             row = do_run(a, *run)
-        except (RuntimeError, ValueError, OSError) as e:
+        except (RuntimeError, ValueError, OSError, LookupError, TypeError, ArithmeticError) as e:
             failed += 1
             tqdm.write(f"failed: {folder_of(a, *run)}: {e}", file=sys.stderr)
             if run in warm_ups:                         # all runs of this seed begin with it

@@ -1,11 +1,10 @@
 """
 Which half of the conflict rule does it? train.py with other conflict weights than equation (2):
 
-    python -m experiments.variants protect_only --seed=1 ...        # NAME, then train.py's flags
+    python -m experiments.variants protect_only --out=out/protect_only ...   # train.py's flags
 
-It is also an example of how to try a rule of one's own without a change of gtpo.py. The rule is
-not among the settings: a stopped run goes on with the same command. In the log, `conflict` is the
-share of tokens whose weight is not 1.
+It is also an example of how to try a rule of one's own without a change of gtpo.py. In the log,
+`conflict` is the share of tokens whose weight is not 1.
 """
 import torch
 import torch.nn.functional as F
@@ -60,6 +59,9 @@ def main(argv):
     if not argv or argv[0] not in VARIANTS:
         raise ValueError(f"the first word must be one of {', '.join(VARIANTS)}; train.py's flags "
                          "follow")
+    if not any(word.startswith("--out=") and argv[0] in word for word in argv):
+        raise ValueError(f"--out must hold the name {argv[0]}: a run's settings do not know its "
+                         "rule, and no run should mix two")
     train.conflict_weights = VARIANTS[argv[0]]
     return train.main(argv[1:])
 

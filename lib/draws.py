@@ -16,8 +16,9 @@ def restrict(logp, top_k=0, top_p=1.0):
         logp = torch.full_like(logp, -math.inf).scatter(-1, ids, values)
     if top_p < 1:
         probs, ids = logp.softmax(-1).sort(descending=True, stable=True)
-        before = probs.cumsum(-1) - probs  # mass of the more likely ones: the first always stays
-        logp = logp.masked_fill((before >= top_p).scatter(-1, ids, before >= top_p), -math.inf)
+        before = probs.cumsum(-1) - probs  # mass of the more likely ones
+        out = (before >= top_p) & (before > 0)  # the first always stays: top_p may round to 0
+        logp = logp.masked_fill(out.scatter(-1, ids, out), -math.inf)
     return logp.softmax(-1)
 
 

@@ -66,19 +66,19 @@ def check_model_folder(folder):
 
 
 def read_jsonl(path, needs=()):
-    """The objects in a JSONL file, each with the keys `needs`. What follows the last line's end is
-    left out: a kill has cut it off. ValueError names a line that is no such object."""
+    """The objects in a JSONL file, each with the keys `needs`. A last line that a kill has cut off
+    is left out. ValueError names a line that is no such object."""
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path}: is a folder; give a file")
     with open(path, encoding="utf-8", errors="replace") as f:
-        lines = f.read().split("\n")[:-1]
+        *lines, last = f.read().split("\n")
     rows = []
-    for number, line in enumerate(lines, 1):
-        with contextlib.suppress(ValueError):
+    for number, line in enumerate([*lines, last], 1):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and set(needs) <= row.keys():
                 rows.append(row)
-        if len(rows) < number:
+        if len(rows) < number <= len(lines):
             raise ValueError(f"{path}:{number}: not a JSON object"
                              + f" with {', '.join(needs)}" * bool(needs) + "; mend or remove it")
     return rows

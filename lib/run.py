@@ -81,19 +81,24 @@ def forward_dtype(name, device):
 
 
 def compile_where_it_pays(model, choice, say):
-    """torch.compile of a model's layers, if the choice is yes; if it is auto, on a GPU that has
-    what this needs, for a model that is worth the wait. say(line) tells what goes on."""
-    if choice == "auto":
-        large = sum(p.numel() for p in model.parameters()) >= 100e6
-        wanted = large and model.head_weight.device.type == "cuda"
-        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-        there = compiler and importlib.util.find_spec("triton")
-        if wanted and not there:
-            say("not compiled: torch.compile needs Triton and a C compiler here")
-        choice = "yes" if wanted and there else "no"
-    if choice == "yes":
+    """torch.compile of a model's layers, if the choice is yes; if it is auto, on a GPU, for a model
+    that is worth the wait. Without what this needs auto says so and goes on; yes is a ValueError.
+    say(line) tells what goes on."""
+    cuda = model.head_weight.device.type == "cuda"
+    large = sum(p.numel() for p in model.parameters()) >= 100e6
+    if choice == "no" or choice == "auto" and not (cuda and large):
+        return
+    variable, *names = ("CC", "gcc", "clang") if cuda else ("CXX", "g++", "clang++")
+    names = [os.environ[variable]] if os.environ.get(variable) else names
+    triton = not cuda or importlib.util.find_spec("triton")
+    if any(shutil.which(name) for name in names) and triton:
         say("compiling: the first steps of each kind take a minute or more")
         model.compile_layers()
+        return
+    needs = f"torch.compile needs {'Triton and ' * cuda}a compiler, {' or '.join(names)}, here"
+    if choice == "yes":
+        raise ValueError(f"{needs}; without: --compile=no")
+    say(f"not compiled: {needs}")
 
 
 class Processes:
@@ -215,7 +220,12 @@ class Output:
 
     def rows(self):
         """The rows of metrics.jsonl, but for a last one that a kill has cut off."""
-        return read_jsonl(self.metrics, ("step",)) if os.path.exists(self.metrics) else []
+        rows = read_jsonl(self.metrics, ("step",)) if os.path.exists(self.metrics) else []
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row["step"], int):
+                raise ValueError(f"{self.metrics}:{number}: step is {row['step']!r}, not a whole "
+                                 "number; mend or remove the line")
+        return rows
 
     def open_log(self, step):
         """Opens metrics.jsonl behind the rows of the steps before `step`; others are cut off."""

@@ -102,7 +102,8 @@ def test_results_of_other_settings_are_refused(tmp_path, arguments, monkeypatch)
 
 @pytest.mark.parametrize("flag, says", [
     ("--seeds=0", "at least 1 is needed"), ("--seeds=-1", "at least 1 is needed"),
-    ("--task=word_problems", "--model=DIR"), ("--model=DIR", "belong together")])
+    ("--task=word_problems", "--model=DIR"), ("--model=DIR", "belong together"),
+    ("--learning_rates=nan", "not a positive number")])
 def test_what_cannot_be_run_is_refused(flag, says, arguments, capsys):
     """Regression: without seeds nothing was done, with exit code 0."""
     with pytest.raises(SystemExit, match="2"):
@@ -193,11 +194,13 @@ def test_train_runs_with_another_rule(small, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "conflict_weights", train.conflict_weights)  # put back afterwards
     flags = [*small, "--sft_steps=0", "--steps=2", "--eval_problems=0"]
     assert train.main([*flags, "--out=gtpo"]) == 0
-    assert variants.main(["double_good", *flags, "--out=double"]) == 0
-    ends = [GPT.from_pretrained(f"{out}/model").state_dict() for out in ("gtpo", "double")]
+    assert variants.main(["double_good", *flags, "--out=double_good"]) == 0
+    ends = [GPT.from_pretrained(f"{out}/model").state_dict() for out in ("gtpo", "double_good")]
     assert not all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     with pytest.raises(ValueError, match="the first word must be one of protect_only"):
         variants.main(["--steps=2"])
+    with pytest.raises(ValueError, match="--out must hold the name double_good"):
+        variants.main(["double_good", *flags, "--out=other"])
 
 
 def test_format_logp_is_that_of_the_tags(tmp_path):

@@ -56,9 +56,11 @@ def test_one_of_several_processes_ends_without_pythons_clean_up(processes, clean
 
 
 def test_compilation_is_chosen_where_it_pays(monkeypatch):
-    """auto: on a GPU with all that it needs, for a model that is worth the wait."""
-    found = {"gcc": "/bin/gcc", "triton": object()}
-    monkeypatch.delenv("CC", raising=False)
+    """auto: on a GPU with all that it needs, for a model that is worth the wait. Regression: yes
+    without a compiler ended in a traceback of Inductor's."""
+    found = dict.fromkeys(("gcc", "clang++", "triton"), "there")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(shutil, "which", found.get)
     monkeypatch.setattr("importlib.util.find_spec", found.get)
 
@@ -68,14 +70,19 @@ def test_compilation_is_chosen_where_it_pays(monkeypatch):
             head_weight=SimpleNamespace(device=torch.device(device)),
             parameters=lambda: [torch.empty(1000 * million, 1000, device="meta")],
             compile_layers=lambda: done.append(1)), choice, said.append)
-        assert len(said) == len(done) or "needs Triton" in said[0]
+        assert len(said) == len(done) or "not compiled: torch.compile needs Triton and" in said[0]
         return bool(done)
     assert compiles("cuda", 200) and not compiles("cpu", 200) and not compiles("cuda", 1)
     assert compiles("cpu", 1, "yes") and not compiles("cuda", 200, "no")
-    for missing in ("gcc", "triton"):
+    for missing, device in (("gcc", "cuda"), ("triton", "cuda"), ("clang++", "cpu")):
         monkeypatch.delitem(found, missing)
-        assert not compiles("cuda", 200)
+        assert not compiles(device, 200)
+        with pytest.raises(ValueError, match="torch.compile needs .* here; without: --compile=no"):
+            compiles(device, 200, "yes")
         monkeypatch.setitem(found, missing, "there")
+    monkeypatch.setenv("CXX", "mine")
+    with pytest.raises(ValueError, match="needs a compiler, mine, here"):
+        compiles("cpu", 1, "yes")
 
 
 def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
@@ -90,6 +97,12 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     path.write_text('{"step": 0}\n[1]\n{"step": 1}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2: not a JSON object with step; mend or"):
         output.open_log(2)
+    for broken in ('"x"', "null", "[" * 100_000):  # regression: tracebacks
+        path.write_text(f'{{"step": 0}}\n{{"step": {broken}}}\n'.replace("[}", "[[\n"))
+        with pytest.raises(ValueError, match="metrics.jsonl:2: .*mend or remove"):
+            output.open_log(2)
+    path.write_text('{"step": 0}\n{"step": 1}')  # an editor took the end of the line
+    assert output.rows() == [{"step": 0}, {"step": 1}]
 
 
 def test_only_the_main_process_writes(tmp_path):

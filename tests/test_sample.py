@@ -394,7 +394,7 @@ HALVES, UNEVEN = [[0.5, 0.25, 0.125, 0.125]], [[0.03, 0.64, 0.09, 0.24]]
     ([*HALVES, [0.125, 0.5, 0.125, 0.25]], dict(top_p=0.75), [[0, 1], [1, 3]]),  # in any order
     *((UNEVEN, dict(top_k=top_k), [ids]) for top_k, ids in (
         (0, [0, 1, 2, 3]), (1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (9, [0, 1, 2, 3]))),
-    (UNEVEN, dict(top_p=0.7), [[1, 3]]),
+    (UNEVEN, dict(top_p=0.7), [[1, 3]]), (UNEVEN, dict(top_p=1e-50), [[1]]),  # 0 in float32
     (UNEVEN, dict(top_k=2, top_p=0.7), [[1]]),  # 0.73 of what top_k leaves
     (UNEVEN, dict(top_k=2, top_p=0.74), [[1, 3]])))
 def test_top_p_and_top_k_at_the_exact_boundary(probs, options, kept):
