@@ -10,8 +10,8 @@ against transformers' generate where that is installed.
 
 A figure is the best of three rounds in which the versions take turns; (1.9x): so many times as
 long as ours. The models have random weights and no end token, so every completion has its full
-length. S has the sizes of the default run's policy, M 32 million parameters, Q those of Qwen2.5
-0.5B, with key biases as large as its. MiB: peak reserved on the GPU by ours. mismatch: mean
+length. S has the sizes of the default run's policy, M 32 million parameters, L those of SmolLM2
+135M, Q those of Qwen2.5 0.5B, with key biases as large as its. MiB: peak reserved on the GPU by ours. mismatch: mean
 |log-prob of the trainer - of the sampler|, nats a token: about 1e-6 in float32, below 0.03 in
 bfloat16.
 """
@@ -40,10 +40,11 @@ from train import Batch, Policy, TrainConfig, backward, cross_entropy, make_opti
 
 # layers, width, MLP's width, heads, key heads, vocabulary
 SHAPES = {"S": (3, 128, 384, 4, 4, 300), "M": (8, 512, 1408, 8, 4, 8192),
-          "Q": (24, 896, 4864, 14, 2, 151936)}
+          "L": (30, 576, 1536, 9, 3, 49152), "Q": (24, 896, 4864, 14, 2, 151936)}
 # prompts, completions of each, tokens of a prompt, tokens of a completion
 ROLLOUTS = {"S": [(16, 8, 32, 64), (4, 32, 32, 64), (4, 8, 32, 256)],
-            "M": [(8, 8, 64, 64), (4, 8, 512, 64)], "Q": [(16, 8, 256, 256)]}
+            "M": [(8, 8, 64, 64), (4, 8, 512, 64)], "L": [(4, 8, 128, 64)],
+            "Q": [(16, 8, 256, 256)]}
 
 
 def make_model(size, o, compile=False):
@@ -53,7 +54,7 @@ def make_model(size, o, compile=False):
         model_type="qwen2" if size == "Q" else "llama", vocab_size=V, hidden_size=width,
         intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, max_position_embeddings=2048, hidden_act="silu",
-        tie_word_embeddings=size == "Q"))
+        tie_word_embeddings=size in "LQ"))
     with torch.device(o.device):
         model = GPT(config)
         for layer in model.model.layers if size == "Q" else ():
@@ -321,7 +322,7 @@ def options(argv):
     o = parser.parse_args(argv)
     if o.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda: torch finds no CUDA device here")
-    o.sizes = o.sizes or ("S", "M") + ("Q",) * (o.device == "cuda")
+    o.sizes = o.sizes or ("S", "M") + ("L", "Q") * (o.device == "cuda")
     o.dtype = forward_dtype(o.dtype, torch.device(o.device))
     o.autocast = lambda: torch.autocast(o.device, torch.bfloat16, enabled=o.dtype == torch.bfloat16)
     o.transformers = importlib.util.find_spec("transformers") is not None
