@@ -100,7 +100,7 @@ def test_the_table_of_files_is_complete():
     """One address at a fixed commit on one host for each file, and a SHA-256."""
     splits = {n: {"test"} if n in ONLY_TEST else {"train", "test"} for n in NAMES}
     assert set(download.FILES) == {f"{n}/{s}" for n in splits for s in splits[n]
-                                   if n not in ("arithmetic", "math")}
+                                   if n not in ("arithmetic", "word_problems", "math")}
     for url, sha256 in download.FILES.values():
         host, commit = r"https://raw\.githubusercontent\.com", "[0-9a-f]{40}"
         assert re.fullmatch(rf"{host}/[\w.-]+/[\w.-]+/{commit}/[\w./-]+\.jsonl", url)
