@@ -124,6 +124,11 @@ def digest(seed, text):
     return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
+def on_side(question, split):
+    """Is a question of a built-in task in this split? About 7/8 are train, the rest test."""
+    return (digest("split", question)[0] < 32) == (split == "test")
+
+
 def held_out(problems, n, seed=0):
     """
     (train, test): test has n distinct questions, train none of them (a repeated question never

@@ -255,7 +255,7 @@ def look_for_ends(ends, ids, rows, eos_ids, stop):
     ends[rows] = torch.where(hit.any(-1) & (first < ends[rows]), first, ends[rows])
     if stop is not None:
         for row, tokens, end in zip(rows.tolist(), ids.tolist(), ends[rows].tolist()):
-            count = stop(tokens[:end])
+            count = stop(tokens[:end]) if end > since else None  # else it was looked at before
             if count is not None:
                 ends[row] = count
 

@@ -42,16 +42,17 @@ def prompts(seed, count):
 
 def train_run(start, folder, rate, seed):
     """Trains from the model in the folder `start` and saves to `folder`. Returns the seconds."""
-    s = compare.SETTINGS["arithmetic"]
+    s, ours, grpo = compare.SETTINGS["arithmetic"], train.TrainConfig(), train.ALGO_DEFAULTS["grpo"]
     P, G, steps = s["prompts_per_step"], s["group_size"], s["steps"]
     config = GRPOConfig(
         output_dir=f"{folder}/trl", seed=seed, use_cpu=True, bf16=False, report_to="none",
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
         max_steps=steps, per_device_train_batch_size=P * G, num_generations=G,
-        shuffle_dataset=False, max_completion_length=48, temperature=s["temperature"],
-        loss_type="grpo", scale_rewards="group", beta=0.0, epsilon=0.2, learning_rate=rate,
+        shuffle_dataset=False, max_completion_length=ours.max_new_tokens,
+        temperature=s["temperature"], loss_type="grpo", scale_rewards="group", beta=ours.beta,
+        epsilon=grpo["epsilon"], learning_rate=rate,
         lr_scheduler_type="cosine", warmup_steps=0, weight_decay=train.WEIGHT_DECAY,
-        adam_beta1=train.BETAS[0], adam_beta2=train.BETAS[1], max_grad_norm=0.1)
+        adam_beta1=train.BETAS[0], adam_beta2=train.BETAS[1], max_grad_norm=ours.grad_clip)
     trainer = GRPOTrainer(AutoModelForCausalLM.from_pretrained(start), reward_funcs=reward,
                           args=config, train_dataset=prompts(seed, steps * P),
                           processing_class=AutoTokenizer.from_pretrained(start))

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from data import Problem, demonstration, digest
+from data import Problem, demonstration, digest, on_side
 from lib.files import write_whole
 from lib.hf import Config
 from model import GPT
@@ -19,7 +19,7 @@ def arithmetic_problems(split="train"):
     has answer `59` and solution `7+2=9;4+1=5`: units, then tens, with the carry as `+1`:
     `7+5=12;4+1+1=6`. a+b and b+a are on the same side of the split."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)
-             if (digest("split", f"{min(a, b)}+{max(a, b)}")[0] < 32) == (split == "test")]
+             if on_side(f"{min(a, b)}+{max(a, b)}", split)]
     return [addition(a, b) for a, b in sorted(pairs, key=lambda pair: digest(0, pair))]
 
 

@@ -2,7 +2,7 @@
 One-step word problems, made on the spot: a task for a small pretrained model, which can do it now
 and then, on a laptop CPU (config/smollm2_135m.toml).
 """
-from data import Problem, digest
+from data import Problem, digest, on_side
 
 # (story, its operation); {a} {sign} {b} = {c}
 STORIES = (
@@ -50,6 +50,6 @@ def word_problem(number):
 
 
 def word_problems(split="train"):
-    """About 7,800 different ones, of which 7/8 are train, the rest test."""
+    """The problems of a split; of both there are about 7,800."""
     problems = dict.fromkeys(map(word_problem, range(8000)))
-    return [p for p in problems if (digest("split", p.question)[0] < 32) == (split == "test")]
+    return [p for p in problems if on_side(p.question, split)]
