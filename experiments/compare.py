@@ -7,8 +7,8 @@ learning rates, with several seeds.
     # rules of experiments/variants.py in the place of equation (2)
     python -m experiments.compare --seeds=8 --learning_rates 3e-4 --out=out/conflict \
         --results=out/conflict.jsonl --algorithms grpo gtpo protect_only amplify_only
-    # a pretrained model on word problems, some 15 minutes of two cores a run
-    python -m experiments.compare --task=word_problems --model=DIR --learning_rates 2e-5 \
+    # a pretrained model on word problems, some 25 minutes of one core a run
+    python -m experiments.compare --task=word_problems --model=DIR --learning_rates 3e-4 \
         --algorithms grpo gtpo --seeds=3 --out=out/smollm2 --results=out/smollm2.jsonl
     python -m tools.plot out/compare/*-lr0.0007-s*      # curves, a band over the seeds
 
@@ -54,7 +54,7 @@ ALL = ALGORITHMS | dict.fromkeys(VARIANTS, ["--algo=gtpo"])  # GTPO with another
 SETTINGS = {
     "arithmetic": dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
                        eval_problems=100, eval_samples=8),
-    "word_problems": dict(sft_steps=30, steps=40, prompts_per_step=8, group_size=8,
+    "word_problems": dict(sft_steps=20, steps=50, prompts_per_step=4, group_size=16,
                           temperature=1.0, eval_problems=120, eval_samples=4)}
 KEY = ("algorithm", "learning_rate", "seed")            # which run it is; the rate of SFT is None
 LAST = 5                                                # steps that a figure "at the end" averages
@@ -76,17 +76,21 @@ def train_command(a, algorithm, rate, seed):
     s, program = SETTINGS[a.task], [os.path.join(ROOT, "train.py")]
     if algorithm in VARIANTS:
         program = ["-m", "experiments.variants", algorithm]
-    if a.task == "word_problems":
-        program += [os.path.join(ROOT, "config", "smollm2_135m.toml"), f"--model={a.model}"]
+    start = [f"--model={folder_of(a, 'sft', None, seed)}/model"]
+    if a.task == "word_problems":  # all runs of a seed go on with the adapter of its warm-up
+        program.append(os.path.join(ROOT, "config", "smollm2_135m.toml"))
+        start = [f"--model={a.model}", f"--adapter={folder_of(a, 'sft', None, seed)}/adapter",
+                 "--lora_rank=0"]
     words = [sys.executable, *program, f"--data={a.task}", f"--seed={seed}", "--device=cpu",
              f"--out={folder_of(a, algorithm, rate, seed)}", "--resume", "--show_every=0",
              "--save_every=10", "--eval_problems=1", "--eval_samples=1",
              f"--temperature={s['temperature']}"]
     if algorithm == "sft":
-        return [*words, "--algo=sft", f"--sft_steps={s['sft_steps']}"]
-    return [*words, *ALL[algorithm], f"--model={folder_of(a, 'sft', None, seed)}/model",
-            "--sft_steps=0", f"--learning_rate={rate}", f"--steps={s['steps']}",
-            f"--prompts_per_step={s['prompts_per_step']}", f"--group_size={s['group_size']}"]
+        return [*words, *([f"--model={a.model}"] if a.model else []), "--algo=sft",
+                f"--sft_steps={s['sft_steps']}"]
+    return [*words, *ALL[algorithm], *start, "--sft_steps=0", f"--learning_rate={rate}",
+            f"--steps={s['steps']}", f"--prompts_per_step={s['prompts_per_step']}",
+            f"--group_size={s['group_size']}"]
 
 
 def eval_command(a, folder, seed):
@@ -156,9 +160,10 @@ def training_figures(path):
 
     return {"entropy_end": means("entropy")[-1],
             "entropy_worst": max(row["entropy"] for row in steps),
-            "format_worst": min(means("format")),
+            "reward_end": means("reward")[-1], "format_worst": min(means("format")),
             "protected": sum(row["conflict"] for row in steps) / len(steps),
             "filtered": 1 - sum(row["kept"] for row in steps) / len(steps),
+            "mismatch": sum(row["mismatch"] for row in steps) / len(steps),
             "seconds": sum(row["seconds"] for row in steps)}
 
 

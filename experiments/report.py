@@ -23,11 +23,12 @@ RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results.json
 T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216)
 FIGURES = {                                     # field of a result: title, factor, decimals
     "accuracy": ("accuracy, %", 100, 1), "format": ("format, %", 100, 1),
-    "format_logp": ("log p of the tags", 1, 3), "format_worst": ("format at worst, %", 100, 1),
+    "format_logp": ("log p of the tags", 1, 3), "reward_end": ("reward at the end", 1, 2),
+    "format_worst": ("format at worst, %", 100, 1),
     "entropy_end": ("entropy at the end", 1, 3), "entropy_worst": ("entropy at worst", 1, 3),
     "protected": ("conflict tokens, %", 100, 1), "filtered": ("filtered, %", 100, 1),
-    "seconds": ("seconds", 1, 0)}
-NOT_COMPARED = ("protected", "filtered", "seconds")
+    "mismatch": ("mismatch", 1, 4), "seconds": ("seconds", 1, 0)}
+NOT_COMPARED = ("protected", "filtered", "mismatch", "seconds")
 BASELINE = "grpo"
 
 
@@ -88,7 +89,8 @@ def report(rows):
     ks = sorted({int(k[5:]) for row in rows for k in row if k.startswith("pass@")})
     curve = {f"{kind}@{k}": (f"{kind}@{k}, %", 100, 1)
              for kind in ("pass", "maj") for k in ks if (kind, k) != ("maj", 1)}
-    compared = {k: how for k, how in FIGURES.items() if k not in NOT_COMPARED}
+    figures = {k: how for k, how in FIGURES.items() if any(k in row for row in rows)}
+    compared = {k: how for k, how in figures.items() if k not in NOT_COMPARED}
     compared |= {k: how for k, how in curve.items() if k.endswith(("s@1", f"@{ks[-1]}"))}
     collapsed = []
     for rate, runs in found.items():
@@ -96,7 +98,7 @@ def report(rows):
         shown = {"start (SFT)": start, **runs}
         text += [f"## Learning rate {rate:g}\n",
                  f"Seeds of each: {' or '.join(map(str, counts))}.\n",
-                 levels(FIGURES, shown), levels(curve, shown)]
+                 levels(figures, shown), levels(curve, shown)]
         if BASELINE in runs and len(runs) > 1:
             text += [f"Difference to {BASELINE}, seed by seed:\n", differences(compared, runs)]
         for name, seeds in runs.items():

@@ -166,7 +166,10 @@ def test_train_takes_the_commands_of_another_task_and_rule():
         words = words[len(program):]
         c = read_config(train.TrainConfig, words, bare={"resume": "yes"})[0]
         assert c.data == "word_problems" and c.dtype == "bfloat16" and c.sft_steps == 0
-    assert "--model=DIR" in compare.train_command(a, "sft", None, 0)
+        assert c.model == "DIR" and c.adapter == "out/compare/sft-s0/adapter" and not c.lora_rank
+    words = compare.train_command(a, "sft", None, 0)[2:]
+    c = read_config(train.TrainConfig, words, bare={"resume": "yes"})[0]
+    assert c.model == "DIR" and c.lora_rank == 32 and not c.adapter
 
 
 # Conflict weights by hand. Ids of a good completion, a bad one, and one with advantage 0: the first
