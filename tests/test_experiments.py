@@ -34,7 +34,8 @@ if program == "train.py":
     open(out + "/ckpt.pt", "w").close()
     entropies = [0.1, 0.9, 0.2, 0.2, 0.2, 0.3, 0.4, 0.4]
     rows = [dict(step=i, phase=flags["algo"], entropy=entropies[i], format=i / 10,
-                 kept=1 - (i == 1) / 2, conflict=i / 100, seconds=0.5) for i in range(8)]
+                 kept=1 - (i == 1) / 2, conflict=i / 100, reward=i, mismatch=i / 7, seconds=0.5)
+            for i in range(8)]
     path, rows = out + "/metrics.jsonl", rows + [dict(step=7, phase="eval")]
 else:
     data = {"arithmetic": {"n": 2, "problems": 2}}
@@ -77,7 +78,7 @@ def test_the_grid_is_done_once(tmp_path, arguments):
     """Warm-ups come first; a second call repeats nothing; one more seed, and only that is done.
     Figures by hand from what the stand-ins write: problem 0 has no answer, problem 1 is right
     twice; one completion of two is in the right format. Steps: entropies .1 .9 .2 .2 .2 .3 .4 .4,
-    format 0 .1 .. .7, conflict 0 .01 .. .07, half of step 1 filtered."""
+    format 0 .1 .. .7, conflict 0 .01 .. .07, reward 0 .. 7, half of step 1 filtered."""
     assert compare.main(arguments) == 0
     assert calls(tmp_path) == ["sft-s0", "sft-s1", "grpo-lr0.001-s0", "gtpo-lr0.001-s0",
                                "grpo-lr0.001-s1", "gtpo-lr0.001-s1"]
@@ -88,7 +89,8 @@ def test_the_grid_is_done_once(tmp_path, arguments):
     row = next(row for row in rows_of(tmp_path) if row["algorithm"] == "gtpo")
     expected = {"accuracy": 0.25, "format": 0.5, "pass@1": 0.5, "pass@2": 0.5, "maj@1": 0.5,
                 "maj@2": 0.5, "format_logp": -0.25, "entropy_end": 0.3, "entropy_worst": 0.9,
-                "format_worst": 0.2, "protected": 0.035, "filtered": 0.0625, "seconds": 4.0}
+                "format_worst": 0.2, "protected": 0.035, "filtered": 0.0625, "seconds": 4.0,
+                "reward_end": 5.0, "mismatch": 0.5}
     assert {k: row[k] for k in expected} == pytest.approx(expected)
     assert row["settings"] == compare.SETTINGS["arithmetic"] and row["weights"] == "abc"
 
