@@ -71,31 +71,38 @@ def folder_of(a, algorithm, rate, seed):
     return os.path.join(a.out, name)
 
 
+def policy_of(a, folder):
+    """The flags that name a finished run's policy: a pretrained model with the run's adapter."""
+    if not a.model:
+        return {"model": f"{folder}/model"}
+    return {"model": a.model, "adapter": f"{folder}/adapter"}
+
+
+def as_flags(settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
 def train_command(a, algorithm, rate, seed):
     """The train.py of a run. Its own evaluation is as small as can be, since eval.py measures."""
     s, program = SETTINGS[a.task], [os.path.join(ROOT, "train.py")]
     if algorithm in VARIANTS:
         program = ["-m", "experiments.variants", algorithm]
-    start = [f"--model={folder_of(a, 'sft', None, seed)}/model"]
-    if a.task == "word_problems":  # all runs of a seed go on with the adapter of its warm-up
+    if a.task == "word_problems":
         program.append(os.path.join(ROOT, "config", "smollm2_135m.toml"))
-        start = [f"--model={a.model}", f"--adapter={folder_of(a, 'sft', None, seed)}/adapter",
-                 "--lora_rank=0"]
     words = [sys.executable, *program, f"--data={a.task}", f"--seed={seed}", "--device=cpu",
              f"--out={folder_of(a, algorithm, rate, seed)}", "--resume", "--show_every=0",
              "--save_every=10", "--eval_problems=1", "--eval_samples=1",
              f"--temperature={s['temperature']}"]
     if algorithm == "sft":
-        return [*words, *([f"--model={a.model}"] if a.model else []), "--algo=sft",
-                f"--sft_steps={s['sft_steps']}"]
-    return [*words, *ALL[algorithm], *start, "--sft_steps=0", f"--learning_rate={rate}",
-            f"--steps={s['steps']}", f"--prompts_per_step={s['prompts_per_step']}",
-            f"--group_size={s['group_size']}"]
+        return [*words, f"--model={a.model}", "--algo=sft", f"--sft_steps={s['sft_steps']}"]
+    return [*words, *ALL[algorithm], *as_flags(policy_of(a, folder_of(a, "sft", None, seed))),
+            "--lora_rank=0", "--sft_steps=0", f"--learning_rate={rate}", f"--steps={s['steps']}",
+            f"--prompts_per_step={s['prompts_per_step']}", f"--group_size={s['group_size']}"]
 
 
 def eval_command(a, folder, seed):
     s = SETTINGS[a.task]
-    return [sys.executable, os.path.join(ROOT, "eval.py"), f"--model={folder}/model",
+    return [sys.executable, os.path.join(ROOT, "eval.py"), *as_flags(policy_of(a, folder)),
             f"--data={a.task}", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
             f"--temperature={s['temperature']}", "--max_new_tokens=48", f"--seed={seed}",
             "--device=cpu", f"--dtype={'float32' if a.task == 'arithmetic' else 'bfloat16'}",
@@ -114,11 +121,11 @@ def call(words):
 
 
 @torch.no_grad()
-def format_logp(folder, problems):
+def format_logp(problems, model, adapter=None):
     """Log-probability of the four tags in gold solutions, nats: a sum over their tokens given all
     before them, a mean over the problems. exp of it is about the share of completions whose
     format would be right if the rest of them were."""
-    model, tokenizer = GPT.from_pretrained(folder), Tokenizer.from_pretrained(folder)
+    tokenizer, model = Tokenizer.from_pretrained(model), GPT.from_pretrained(model, adapter)
     total = 0.0
     for problem in problems:
         prompt, text = build_prompt(tokenizer, problem.question), demonstration(problem)
@@ -182,7 +189,7 @@ def do_run(a, algorithm, rate, seed):
     row = {"algorithm": algorithm, "learning_rate": rate, "seed": seed,
            "settings": settings(a), "commit": commit(),
            **held_out_figures(f"{folder}/eval.jsonl"),
-           "format_logp": format_logp(f"{folder}/model", load_problems(a.task, "test")[:64]),
+           "format_logp": format_logp(load_problems(a.task, "test")[:64], **policy_of(a, folder)),
            **training_figures(f"{folder}/metrics.jsonl")}
     with contextlib.suppress(FileNotFoundError):        # of no more use, three times the model
         os.remove(f"{folder}/ckpt.pt")

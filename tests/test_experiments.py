@@ -55,7 +55,7 @@ def arguments(tmp_path, monkeypatch):
     for name in ("train.py", "eval.py"):
         (tmp_path / name).write_text(STAND_IN)
     monkeypatch.setattr(compare, "ROOT", str(tmp_path))
-    monkeypatch.setattr(compare, "format_logp", lambda folder, problems: -0.25)
+    monkeypatch.setattr(compare, "format_logp", lambda problems, **policy: -0.25)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     return ["--seeds=2", "--learning_rates=0.001", "--algorithms", "grpo", "gtpo",
@@ -127,7 +127,7 @@ def test_a_stopped_comparison_ends_its_run_and_goes_on(tmp_path, arguments):
     """SIGTERM: the run under way is ended, not left behind to fight with the next call over its
     folder."""
     program = ("import sys; sys.path.insert(0, sys.argv[1]); from experiments import compare; "
-               "compare.ROOT = sys.argv[2]; compare.format_logp = lambda *_: -1.0; "
+               "compare.ROOT = sys.argv[2]; compare.format_logp = lambda *_, **__: -1.0; "
                "compare.main(sys.argv[3:])")
     process = subprocess.Popen([sys.executable, "-c", program, ROOT, str(tmp_path), *arguments],
                                env={**os.environ, "SLOW": "gtpo-lr0.001-s0"},
@@ -225,7 +225,7 @@ def test_format_logp_is_that_of_the_tags(tmp_path):
                 logits = model(torch.tensor([ids]))[0, -1]
                 total += torch.log_softmax(logits, -1)[i].item()
             ids, seen = ids + [i], text[:end]
-    assert compare.format_logp(str(tmp_path), problems) == pytest.approx(total / 3, abs=1e-4)
+    assert compare.format_logp(problems, str(tmp_path)) == pytest.approx(total / 3, abs=1e-4)
 
 
 def test_interval_by_hand():
