@@ -191,7 +191,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     rows = torch.arange(P * G).view(P, G)  # which completion each row of the batch is
     at = rows.flatten().to(device)  # the same, (B,)
     at_once = max(1, DRAW_ELEMENTS[device.type] // model.config.vocab_size)
-    fixed = model.compiled or CAPTURES[device.type]  # shapes
+    fixed = model.compiled or CAPTURES[device.type]  # shapes, until the batch changes
     now, steps = torch.zeros(1, dtype=torch.long, device=device), None
 
     def draw_tokens(hidden, t):
@@ -200,8 +200,8 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                 h.to(head.dtype), head, noise[some, t], temperature, top_k, top_p)
 
     def step(t):
-        """Reads token t of each completion and draws the next. t as next_token() wants it; a
-        tensor is moved on."""
+        """Reads token t of each completion, draws the next. t as next_token() takes it; a tensor
+        is moved on."""
         positions, by_layer, shared = cache.next_token(t)
         hidden = model.decode(ids[at, t], positions, attend_group, by_layer, shared)  # (B, H)
         t += 1
@@ -215,7 +215,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                 draw_tokens(hidden, 0)
             else:
                 if cache.make_room(t - 1) or steps is None:
-                    steps = repeat(step, now)  # anew: a graph knows only the tensors that were
+                    steps = repeat(step, now)  # a graph knows only the tensors that it was made of
                 next(steps) if fixed else step(t - 1)
             if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
                 look_for_ends(ends, ids[at, : t + 1], rows.flatten(), eos_ids, stop)

@@ -19,12 +19,11 @@ def repeat(step, t):
     made at first use (compiled kernels, buffers of libraries); then it is captured and replayed."""
     step(t)
     yield
-    device = t.device
-    if CAPTURES[device.type]:
+    if CAPTURES[t.device.type]:
         try:
             step = capture(step, t)
         except RuntimeError as e:
-            CAPTURES[device.type] = False
+            CAPTURES[t.device.type] = False
             # what ends a capture only says that something failed before
             print("no CUDA graph, this goes on with single launches:",
                   str(e.__context__ or e).splitlines()[0], file=sys.stderr, flush=True)

@@ -280,8 +280,7 @@ def print_counts(layers=36):
         for fixed in (False, True):
             one, two = (count_of_a_token(n, rank, fixed) for n in (1, 2))
             total = {what: one[what] + (layers - 1) * (two[what] - one[what]) for what in one}
-            print(f"{name}, {layers} layers, a token,",
-                  "in one graph:" if fixed else "eager:",
+            print(f"{name}, {layers} layers, a token, {'in one graph' if fixed else 'eager'}:",
                   ", ".join(f"{n:,} {what}" for what, n in total.items()))
 
 
