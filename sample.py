@@ -26,6 +26,7 @@ from lib.chat import check_variables
 from lib.config import convert
 from lib.draws import draw, restrict, seeded_uniforms
 from lib.files import write_whole
+from lib.graph import CAPTURES, repeat
 from lib.lora import ready_to_sample
 from lib.run import command, forward_dtype
 from lib.show import group_page, show_group
@@ -55,7 +56,7 @@ class GroupCache:
         room = min(64, max_new_tokens)  # of the own tokens' buffers; doubled when it is full
         self.own_kv = [tuple(x.new_zeros(P, Hkv, group_size, room, D) for x in kv)
                        for kv in self.prompt_kv]
-        self.length, self.places = 0, torch.arange(max_new_tokens, device=device)
+        self.places = torch.arange(max_new_tokens, device=device)
         self.place_prompts()
 
     def place_prompts(self):
@@ -78,20 +79,23 @@ class GroupCache:
         self.own_kv = [tuple(x[rows] for x in kv) for kv in self.own_kv]
         self.place_prompts()
 
-    def next_token(self, whole_buffer=False):
-        """Makes room for one more token of each completion. Returns what decode() needs: positions
-        (B,), per layer what attend_group gets, and what all layers share. whole_buffer: attend to
-        all of it, so that no shape changes until it grows (for torch.compile)."""
-        room, t = self.own_kv[0][0].shape[3], self.length
+    def make_room(self, t):
+        """For token t of each completion. True if that took other, larger buffers."""
+        room = self.own_kv[0][0].shape[3]
         if t == room:
             more = min(room, self.max_new_tokens - room)
             self.own_kv = [tuple(F.pad(x, (0, 0, 0, more)) for x in kv) for kv in self.own_kv]
-            room += more
-        self.length += 1
-        own_bias = minus_infinity_where(self.places[: room if whole_buffer else t + 1] > t)
-        # where the new token goes; compiled, a tensor, and no view: its offset would be a constant
-        place = self.places[t : t + 1].clone() if whole_buffer else slice(t, t + 1)
+        return t == room
+
+    def next_token(self, t):
+        """What decode() needs for token t of each completion: positions (B,), per layer what
+        attend_group gets, and what all layers share. t is a number; or, where shapes should stay
+        until buffers grow, a tensor (1,): attention is then to the whole buffers, behind a mask."""
+        whole = isinstance(t, torch.Tensor)
+        own_bias = minus_infinity_where(
+            self.places[: self.own_kv[0][0].shape[3] if whole else t + 1] > t)
         by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
+        place = t if whole else slice(t, t + 1)  # where the new token goes
         return self.starts + t, by_layer, (self.prompt_bias, own_bias, place)
 
 
@@ -187,18 +191,32 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     rows = torch.arange(P * G).view(P, G)  # which completion each row of the batch is
     at = rows.flatten().to(device)  # the same, (B,)
     at_once = max(1, DRAW_ELEMENTS[device.type] // model.config.vocab_size)
+    fixed = model.compiled or CAPTURES[device.type]  # shapes, until the batch changes
+    now, steps = torch.zeros(1, dtype=torch.long, device=device), None
+
+    def draw_tokens(hidden, t):
+        for some, h in zip(at.split(at_once), hidden.split(at_once)):
+            ids[some, t], logps[some, t], entropies[some, t] = next_tokens(
+                h.to(head.dtype), head, noise[some, t], temperature, top_k, top_p)
+
+    def step(t):
+        """Reads token t of each completion, draws the next. t as next_token() takes it; a tensor
+        is moved on."""
+        positions, by_layer, shared = cache.next_token(t)
+        hidden = model.decode(ids[at, t], positions, attend_group, by_layer, shared)  # (B, H)
+        t += 1
+        draw_tokens(hidden, t)
 
     with ready_to_sample(model):
         for t in range(L if P else 0):
             if t == 0:
                 hidden, cache = read_prompts(model, prompts, G, L)  # (B, H)
                 head = head.to(product_dtype(hidden))
+                draw_tokens(hidden, 0)
             else:
-                positions, by_layer, shared = cache.next_token(whole_buffer=model.compiled)
-                hidden = model.decode(ids[at, t - 1], positions, attend_group, by_layer, shared)
-            for some, h in zip(at.split(at_once), hidden.split(at_once)):
-                ids[some, t], logps[some, t], entropies[some, t] = next_tokens(
-                    h.to(head.dtype), head, noise[some, t], temperature, top_k, top_p)
+                if cache.make_room(t - 1) or steps is None:
+                    steps = repeat(step, now)  # a graph knows only the tensors that it was made of
+                next(steps) if fixed else step(t - 1)
             if t % LOOK_EVERY == LOOK_EVERY - 1 or t + 1 == L:
                 look_for_ends(ends, ids[at, : t + 1], rows.flatten(), eos_ids, stop)
                 going = ends[rows] > L  # (P', G')
@@ -209,6 +227,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                     cache.select(prompts_left, members)
                     rows = rows[prompts_left[:, None], members]
                     at = rows.flatten().to(device)
+                    steps = None
     if not logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, "
                          f"training has diverged, or temperature {temperature} is too small")

@@ -1,12 +1,14 @@
 """tools/bench.py compares speed only if both sides do the same work: each straightforward version
 computes the numbers of ours, on tiny sizes."""
 import contextlib
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gtpo import conflict_weights, group_advantages, mean_entropy, token_weights
+from lib import graph
 from sample import sample
 from tools import bench
 
@@ -74,13 +76,26 @@ def test_the_table(tiny, monkeypatch, capsys):
     assert float(rows[2].split()[-1]) < 1e-5 and len(rows[2]) == len(columns)   # the mismatch
 
 
+def test_a_device_that_captures_has_a_line_without(tiny, monkeypatch, capsys):
+    captured = []
+    monkeypatch.setitem(graph.CAPTURES, "cpu", True)
+    monkeypatch.setattr(graph, "capture", lambda step, t: captured.append(step) or step)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    bench.main(["--sizes", "S", "--only", "sampler"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row[:32].split() for row in rows] == [f"{name} S 2 x 4, 3 + 5".split()
+                                                  for name in ("sampler", "eager")]
+    assert len(captured) == 3 and graph.CAPTURES["cpu"]
+
+
 def test_counts_grow_with_the_layers(capsys):
-    """One line for LoRA, one for float32 weights under autocast. What they count, test_sample.py
-    asks."""
+    """Two lines for LoRA, two for float32 weights under autocast. What they count, test_sample.py
+    and test_graph.py ask."""
     assert not bench.main(["--count"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[-2:] for line in lines] == [[" 0 casts", " 0 waits"]] * 2
-    assert all(1000 < int(line.split(": ")[1].split(" ")[0].replace(",", "")) for line in lines)
+    assert [line.split(",")[-2:] for line in lines] == [[" 0 casts", " 0 waits"]] * 4
+    assert all(1000 < int(re.search("([0-9,]+) launches", line)[1].replace(",", ""))
+               for line in lines)
 
 
 @pytest.mark.parametrize("flag, says", [("--only=lose", "'lose'"), ("--device=cuda", "no CUDA")])

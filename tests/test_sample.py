@@ -102,18 +102,20 @@ def same(a, *others):
 
 # ---- what the passes of the sampler cost ---------------------------------------------------------
 
-@pytest.mark.parametrize("whole_buffer", (False, True))
-def test_no_shape_is_asked_of_the_device(whole_buffer):
+@pytest.mark.parametrize("fixed", (False, True))
+def test_no_shape_is_asked_of_the_device(fixed):
     """On the meta device, which has no values to give. Buffers grow, never past what may come; a
     batch that gets smaller is cut to its longest prompt."""
     kv = torch.empty(3, 2, 5, 4, device="meta")  # (P, Hkv, S, D)
     cache, rooms = GroupCache([(kv, kv)], torch.tensor([3, 5, 1]), 3, max_new_tokens=70), set()
     for t in range(70):
+        cache.make_room(t)
         if t == 3:
             cache.select(torch.tensor([0, 2]), torch.tensor([[2, 0], [1, 2]]))
-        positions, [(prompt_k, _, own_k, _)], (_, own_bias, _) = cache.next_token(whole_buffer)
+        positions, [(prompt_k, _, own_k, _)], (_, own_bias, _) = cache.next_token(
+            torch.empty(1, dtype=torch.long, device="meta") if fixed else t)
         rooms.add(own_k.shape[3])
-        assert len(own_bias) == (own_k.shape[3] if whole_buffer else t + 1)
+        assert len(own_bias) == (own_k.shape[3] if fixed else t + 1)
     assert rooms == {64, 70} and own_k.shape[:3] == (2, 2, 2)
     assert prompt_k.shape == (2, 2, 3, 4) and positions.shape == (4,)
 

@@ -11,9 +11,10 @@ against transformers' generate where that is installed.
 A figure is the best of three rounds in which the versions take turns; (1.9x): so many times as
 long as ours. The models have random weights and no end token, so every completion has its full
 length. S has the sizes of the default run's policy, M 32 million parameters, L those of SmolLM2
-135M, Q those of Qwen2.5 0.5B, with key biases as large as its. MiB: peak reserved on the GPU by ours. mismatch: mean
-|log-prob of the trainer - of the sampler|, nats a token: about 1e-6 in float32, below 0.03 in
-bfloat16.
+135M, Q those of Qwen2.5 0.5B, with key biases as large as its. MiB: peak reserved on the GPU by
+ours. mismatch: mean |log-prob of the trainer - of the sampler|, nats a token: about 1e-6 in
+float32, below 0.03 in bfloat16. On a GPU the sampler's steps are a CUDA graph; `eager` is the same
+sampler without one, and should take 1.5 to 3 times as long (an estimate).
 """
 import argparse
 import collections
@@ -23,6 +24,7 @@ import platform
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gtpo import conflict_weights, group_advantages, mean_entropy, policy_loss, token_weights
 from lib.draws import draw
+from lib.graph import CAPTURES
 from lib.hf import Config
 from lib.lora import add_lora
 from lib.run import command, forward_dtype
@@ -181,6 +184,9 @@ def sampler(o):
             if peer:
                 work["transformers"] = lambda: peer(prompts, G, L)
             yield f"sampler {name}", work, noise.numel()
+            if CAPTURES[o.device]:
+                without = patch.dict(CAPTURES, {o.device: False})
+                yield f"eager {name}", {"ours": without(work["ours"])}, noise.numel()
 
 
 def loss(o):
@@ -248,9 +254,10 @@ class Count(TorchDispatchMode):
         return out
 
 
-def count_of_a_token(layers, rank):
+def count_of_a_token(layers, rank, fixed=False):
     """Counts of one token between two looks at who has ended, of a small model with the layers of
-    Qwen2.5: a LoRA adapter on bfloat16 weights, or with rank 0 float32 weights under autocast."""
+    Qwen2.5: a LoRA adapter on bfloat16 weights, or with rank 0 float32 weights under autocast.
+    fixed: shapes, as in what a GPU captures."""
     config = Config.from_dict(dict(
         model_type="qwen2", vocab_size=300, hidden_size=64, intermediate_size=96,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -258,6 +265,7 @@ def count_of_a_token(layers, rank):
     model = GPT(config)
     if rank:
         add_lora(model.to(torch.bfloat16), rank)
+    model.compiled = fixed
     counts = []
     for L in (2, 3):  # one look each, at the end
         with torch.autocast("cpu", torch.bfloat16), Count() as count:
@@ -269,10 +277,11 @@ def count_of_a_token(layers, rank):
 def print_counts(layers=36):
     """Those of a model of so many layers, as what one layer adds says."""
     for name, rank in (("LoRA on bfloat16", 4), ("float32, autocast", 0)):
-        one, two = count_of_a_token(1, rank), count_of_a_token(2, rank)
-        total = {what: one[what] + (layers - 1) * (two[what] - one[what]) for what in one}
-        print(f"{name}, {layers} layers, a token:",
-              ", ".join(f"{n:,} {what}" for what, n in total.items()))
+        for fixed in (False, True):
+            one, two = (count_of_a_token(n, rank, fixed) for n in (1, 2))
+            total = {what: one[what] + (layers - 1) * (two[what] - one[what]) for what in one}
+            print(f"{name}, {layers} layers, a token, {'in one graph' if fixed else 'eager'}:",
+                  ", ".join(f"{n:,} {what}" for what, n in total.items()))
 
 
 # ---- measuring -----------------------------------------------------------------------------------
