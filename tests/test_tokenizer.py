@@ -139,6 +139,8 @@ SENTENCEPIECE = "SentencePiece.*Llama 2.*Mistral 7B.*take .*Llama 3.x, Qwen2.5"
     ("'type': 'Whitespace'", {"pre_tokenizer": chain({"type": "Whitespace"}, BYTE_LEVEL)}),
     ("add_prefix_space", {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}}),
     ("MergedWithNext", split("a", behavior="MergedWithNext")),
+    ("by Regex; Isolated", {"pre_tokenizer": chain(
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated"}, BYTE_LEVEL)}),
     ("pattern", split("(")),
     ("match between two", split(r"\s*(?=x)|a?+")),
     # Oniguruma: one or more groups; Rust: at most three digits
