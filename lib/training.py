@@ -338,7 +338,7 @@ def begin(run):
             rows = [json.dumps(as_row(problem)) + "\n" for problem in run.eval_problems]
             output.write("heldout.jsonl", "".join(rows))
     output.write("config.toml", to_toml(replace(c, overwrite=False, resume="no")))
-    if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
+    if run.tokenizer.of_adapter:
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
     compile_where_it_pays(run.model, c.compile, run.say)

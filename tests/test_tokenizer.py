@@ -311,6 +311,7 @@ def test_files_of_an_adapter_count(tmp_path):
                                        (template, template, "template", (7,))):
         tok = Tokenizer.from_pretrained(base, adapter)
         assert (tok.folder, tok.chat(user("x")), tok.eos_ids) == (folder, text, eos)
+        assert tok.of_adapter == (folder != base)
 
 
 def test_byte_tokenizer(tmp_path):
