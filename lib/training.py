@@ -267,7 +267,8 @@ def usable_demonstrations(c, tokenizer, prompts):
             raise ValueError(f"{c.data}: the problem {problem.question!r:.80} has no worked "
                              "solution to learn from in the warm-up; add \"solution\" to it, or "
                              "leave the warm-up out with --sft_steps=0")
-        if len(ids) + len(tokenizer.encode(demonstration(problem))) + 1 <= room:
+        text = demonstration(problem, tokenizer.decode(ids))
+        if len(ids) + len(tokenizer.encode(text)) + 1 <= room:
             usable.append((problem, ids))
     if not usable:
         raise ValueError(f"{c.data}: all {len(prompts)} demonstrations are longer than "
