@@ -146,11 +146,13 @@ def held_out(problems, n, seed=0):
     return train, [p for p in first.values() if p.question in chosen]
 
 
-def demonstration(problem):
+def demonstration(problem, prompt_text=""):
     """The gold solution in the tagged format: a target for SFT. On lines of its own; without line
-    breaks for the arithmetic task, where each would cost a token."""
+    breaks for the arithmetic task, where each would cost a token. A thought that the prompt opens
+    is closed first."""
     line = "" if problem.subject == "arithmetic" else "\n"
-    return (f"<reasoning>{line}{problem.solution}{line}</reasoning>{line}"
+    thought = "</think>\n\n" if open_thought(prompt_text) else ""
+    return (f"{thought}<reasoning>{line}{problem.solution}{line}</reasoning>{line}"
             f"<answer>{line}{problem.answer}{line}</answer>")
 
 

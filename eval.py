@@ -435,7 +435,7 @@ def run(c, processes):
     if main:
         lock = lock_file(f"{path}.lock", path, "another file with --out=FILE")
         found = tidy(path, header)
-        if c.adapter and os.path.samefile(tokenizer.folder, c.adapter):
+        if tokenizer.of_adapter:
             print(f"tokenizer and chat template: those of {c.adapter}")
         print(f"{c.model}: up to {c.max_new_tokens} new tokens, {settings['dtype']} on {device}; "
               f"completions go to {path}, which has those of {len(found)} problems", flush=True)

@@ -124,7 +124,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.folder = None  # where its files came from
-        self.tokenizer_folder = None  # its adapter's, if that has a tokenizer of its own
+        self.tokenizer_folder = None  # its adapter's, if that has tokenizer files of its own
         self.lora = None  # adapter_config.json of its adapter, if there is one
         self.stored_dtype = torch.float32  # of the weights in its files
         self.checkpointing = False  # keep no activations of layers, run them again instead

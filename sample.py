@@ -355,7 +355,8 @@ def main(argv):
     L = args.max_new_tokens or min(512, room)
     noise = seeded_uniforms((args.seed, "sample"), 1, args.group, L)
     print(f"sampling {args.group} completions of up to {L} tokens"
-          + " (plain prompt: no chat template)" * plain, file=sys.stderr, flush=True)
+          + " (plain prompt: no chat template)" * plain
+          + f" (tokenizer and template of {args.adapter})" * tokenizer.of_adapter, file=sys.stderr, flush=True)
     samples = sample(model, [prompt], args.group, L, args.temperature, args.top_k, args.top_p,
                      tokenizer.eos_ids, noise=noise, stop=plain_stop(tokenizer) if plain else None)
     texts = completion_texts(tokenizer, samples, [prompt], plain)[0]

@@ -155,7 +155,7 @@ class Tokenizer:
     eos_ids: all ids that end a turn; eos_id: the one of them to write; pad_id; bos_ids: what HF
     puts in front of a text that is not a chat (a chat template writes BOS itself); vocab_size:
     highest id + 1; has_chat_template; folder: where its files are, the adapter's folder if that
-    brings its own; encoding: tiktoken's, whose ranks are not the ids.
+    brings its own (of_adapter); encoding: tiktoken's, whose ranks are not the ids.
     """
 
     @classmethod
@@ -170,6 +170,7 @@ class Tokenizer:
         self._folders = [Path(f) for f in (adapter, folder) if f]
         self.folder = next((f for f in self._folders if any((f / n).exists() for n in FILES)),
                            Path(folder))
+        self.of_adapter = self.folder == self._folders[0] != self._folders[-1]
         path = self._find("tokenizer.json")
         if not path.exists():
             other = path.with_name("tokenizer.model")

@@ -289,7 +289,7 @@ def sft_example(run, number):
     c, tokenizer = run.c, run.tokenizer
     place = order(number, len(run.demonstrations), c.seed, "sft")
     problem, prompt = run.demonstrations[place]
-    text = demonstration(problem)
+    text = demonstration(problem, tokenizer.decode(prompt))
     if c.data == "arithmetic":  # with mistakes, which leave RL something to improve
         text = imperfect_demonstration(problem, random.Random(f"{c.seed} {number}"))
     return prompt, tokenizer.encode(text) + [tokenizer.eos_id]

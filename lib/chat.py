@@ -12,7 +12,7 @@ import re
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lib.files import read_json
+from lib.files import read_json, refuse_lfs_pointer
 
 
 def compile_template(source):
@@ -41,7 +41,9 @@ def read_template(folder):
     tokenizer_config.json; the default one where there are several."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        template = file.read_text(encoding="utf-8")
+        refuse_lfs_pointer(file, template.encode())
+        return template
     template = read_json(folder / "tokenizer_config.json", {}).get("chat_template")
     if isinstance(template, list):
         template = next((t["template"] for t in template if t["name"] == "default"), None)

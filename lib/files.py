@@ -44,7 +44,8 @@ def check_folder(folder):
         return
     name = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
     if not name:
-        raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format")
+        raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format, such "
+                                "as `hf download OWNER/NAME --local-dir FOLDER` makes")
     raise FileNotFoundError(
         f"{folder}: no such folder. If this is a name on the Hub, download it first (`pip install "
         f"huggingface_hub`, `hf download {name[1]} --local-dir {name[2]}`), then give that folder")

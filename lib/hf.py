@@ -14,11 +14,13 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from lib.chat import read_template
 from lib.files import beside, check_model_folder, read_json, refuse_lfs_pointer, write_whole
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -261,7 +263,8 @@ def read_file(path):
 @torch.no_grad()
 def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
     """Writes config.json, the weights and the tokenizer files of the folder that the model came
-    from. An adapter is merged into the weights. dtype: that of the files (None: the model's own).
+    from. An adapter is merged into the weights, and tokenizer files that it brought are on top.
+    dtype: that of the files (None: the model's own).
     More than shard_bytes of weights go to several files with an index, as the Hub has them."""
     os.makedirs(folder, exist_ok=True)
     dtype = dtype or model.model.norm.weight.dtype
@@ -272,7 +275,11 @@ def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).split(".")[1]
     write_json(os.path.join(folder, "config.json"), raw)
     copy_files(model.folder, folder, ("generation_config.json",))
-    copy_files(model.tokenizer_folder or model.folder, folder, TOKENIZER_FILES)
+    own, files = model.tokenizer_folder, list(TOKENIZER_FILES)
+    if own and read_template(Path(own)):  # an adapter's, which the base's file would hide
+        files.remove("chat_template.jinja")
+    copy_files(model.folder, folder, files)
+    copy_files(own, folder, TOKENIZER_FILES)
 
 
 def merged_parameter(model, name):

@@ -152,8 +152,8 @@ def load_adapter(model, folder):
         layers[target].set_lora(pair["lora_A"], pair["lora_B"], scale)
     # whole modules in it are the base's, as check_base_tensor saw
     model.lora = {**config, "modules_to_save": None}
-    # the adapter's own tokenizer and template, if it has them, go where it goes
-    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+    # the adapter's own tokenizer or template, if it has one, goes where it goes
+    if any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZER_FILES):
         model.tokenizer_folder = folder
     freeze_base(model)
 

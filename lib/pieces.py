@@ -75,7 +75,7 @@ def list_cuts(pre_tokenizer):
     cuts = []
     for step in found:
         kind, behavior = step["type"], step.get("behavior", "Isolated")
-        if kind == "Split" and behavior in ("Isolated", "Removed"):
+        if kind == "Split" and behavior in ("Isolated", "Removed") and "Regex" in step["pattern"]:
             both, invert = behavior == "Isolated", bool(step.get("invert"))
             pattern = split_pattern(step["pattern"]["Regex"])
             cuts.append((pattern, both or not invert, both or invert))
@@ -85,8 +85,9 @@ def list_cuts(pre_tokenizer):
         elif kind == "ByteLevel" and not step.get("add_prefix_space"):
             cuts += [(GPT2, True, True)] if step.get("use_regex", True) else []
         else:
-            raise ValueError(f"pre_tokenizer step {step}: supported are Split (Isolated, Removed), "
-                             "Digits, Punctuation, and then ByteLevel without add_prefix_space")
+            raise ValueError(f"pre_tokenizer step {step}: supported are Split (by Regex; Isolated, "
+                             "Removed), Digits, Punctuation, and then ByteLevel without "
+                             "add_prefix_space")
     return cuts
 
 

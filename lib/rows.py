@@ -36,7 +36,8 @@ LONGEST_ANSWER = 7  # words; what is longer is prose (three are the most in MATH
 # number of primes among numbers that the solution shows to be composite: 0. They are known by the
 # SHA-256 of their text.
 MATH_EMPTY_BOXES = {"34d3b36d1c419100", "641a7ef94229c8ca"}
-TO_JSONL = {".parquet": "read_parquet('%s')", ".csv": "read_csv('%s', dtype=str)"}
+TO_JSONL = {"parquet": "read_parquet('%s')", "csv": "read_csv('%s', dtype=str)",
+            "tsv": r"read_csv('%s', dtype=str, sep='\t')"}
 
 
 class NoAnswer(ValueError):
@@ -46,17 +47,12 @@ class NoAnswer(ValueError):
 def read_rows(path):
     """Yields (where it stands, JSON value) for each line, or for each item of the one list.
     ValueError says where the file is broken, or how to make JSONL of another format."""
-    end = os.path.splitext(path)[1].lower()
-    if end in TO_JSONL:
-        made = path[:-len(end)] + ".jsonl"
-        raise ValueError(f"{path} is a {end[1:]} file; make JSONL of it and give that (with `pip "
-                         f'install pandas pyarrow`):\n    python -c "import pandas; pandas.'
-                         f"{TO_JSONL[end] % path}.to_json('{made}', orient='records', "
-                         'lines=True)"')
+    _refuse_table(path, os.path.splitext(path)[1].lower()[1:])
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
             raw = f.read().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
         refuse_lfs_pointer(path, raw)
+        _refuse_table(path, "parquet" if raw.startswith(b"PAR1") else "")
         text = raw.decode()
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
@@ -71,6 +67,16 @@ def read_rows(path):
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}:{number}", _parse(path, number, line)
+
+
+def _refuse_table(path, kind):
+    """ValueError for a file of another format: how to make JSONL of it, beside it."""
+    if kind in TO_JSONL:
+        made = re.sub(rf"(?i)\.{kind}$", "", path) + ".jsonl"
+        raise ValueError(f"{path} is a {kind} file; make JSONL of it and give that (with `pip "
+                         f'install pandas pyarrow`):\n    python -c "import pandas; pandas.'
+                         f"{TO_JSONL[kind] % path}.to_json('{made}', orient='records', "
+                         'lines=True)"')
 
 
 def _parse(path, number, text):

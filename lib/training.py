@@ -267,7 +267,8 @@ def usable_demonstrations(c, tokenizer, prompts):
             raise ValueError(f"{c.data}: the problem {problem.question!r:.80} has no worked "
                              "solution to learn from in the warm-up; add \"solution\" to it, or "
                              "leave the warm-up out with --sft_steps=0")
-        if len(ids) + len(tokenizer.encode(demonstration(problem))) + 1 <= room:
+        text = demonstration(problem, tokenizer.decode(ids))
+        if len(ids) + len(tokenizer.encode(text)) + 1 <= room:
             usable.append((problem, ids))
     if not usable:
         raise ValueError(f"{c.data}: all {len(prompts)} demonstrations are longer than "
@@ -338,7 +339,7 @@ def begin(run):
             rows = [json.dumps(as_row(problem)) + "\n" for problem in run.eval_problems]
             output.write("heldout.jsonl", "".join(rows))
     output.write("config.toml", to_toml(replace(c, overwrite=False, resume="no")))
-    if c.adapter and str(run.tokenizer.folder) == str(c.adapter):
+    if run.tokenizer.of_adapter:
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
     compile_where_it_pays(run.model, c.compile, run.say)

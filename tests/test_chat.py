@@ -78,6 +78,9 @@ def test_where_templates_come_from(tmp_path):
     assert Tokenizer.from_pretrained(folder).chat(user("x")) == "C"
     write(folder, spec(BYTES, []), chat_template__jinja="{{ messages[0].content }}\n")
     assert Tokenizer.from_pretrained(folder).chat(user("x")) == "x"
+    (folder / "chat_template.jinja").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="jinja: a Git LFS pointer"):  # it was taken as a template
+        Tokenizer.from_pretrained(folder)
 
 
 # ---- the turn's end ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 import data
 from data import Problem
+from rewards import reward_parts
 
 
 def test_missing_files_say_what_was_looked_for(tmp_path, monkeypatch):
@@ -64,6 +65,15 @@ def test_demonstration():
         "<reasoning>\nHe packs\n1,200 pens.\n</reasoning>\n<answer>\n1,200\n</answer>")
     easy = data.demonstration(Problem("47+12?", "59", "7+2=9;4+1=5", subject="arithmetic"))
     assert easy == "<reasoning>7+2=9;4+1=5</reasoning><answer>59</answer>"
+
+
+def test_a_demonstration_closes_the_thought_that_its_prompt_opens():
+    """Regression: behind a template that ends in <think> the warm-up taught texts that never left
+    the thought, and earn nothing."""
+    problem, thought = Problem("1+1?", "2", "It is 2."), "<think>\n"
+    text = data.demonstration(problem, "<|assistant|>" + thought)
+    assert sum(reward_parts(thought + text, "2").values()) == 20
+    assert data.demonstration(problem, "<think>\n\n</think>\n\n") == data.demonstration(problem)
 
 
 # ----------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def test_bin_files_of_other_things_are_refused(content, message, tmp_path, monke
 @pytest.mark.parametrize("folder, message", (
     ("Qwen/Qwen2.5-0.5B", "no such folder.*hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
     ("https://huggingface.co/Qwen/Qwen3-4B/", "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
-    ("/none/of/these", "/none/of/these: no such folder; give one in Hugging Face format"),
+    ("/none/of/these", "/none/of/these: no such folder; give one.*hf download OWNER/NAME"),
     (os.path.join(HF, "lora_qwen2"), r"LoRA adapter, not a model; give its base \(.*\) as --model"),
 ))
 def test_folders_that_are_no_models(folder, message):

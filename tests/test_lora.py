@@ -1,12 +1,14 @@
 """lib/lora.py: PEFT's own numbers (fixtures/hf/lora_qwen2), and PEFT's folders in and out."""
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lib.chat import read_template
 from lib.lora import adapter_as, add_lora, linears, save_adapter
 from model import GPT
 
@@ -140,14 +142,24 @@ def test_saved_adapters_are_as_peft_writes_them(tmp_path):
     assert config["target_modules"] == sorted(theirs["target_modules"])
 
 
-def test_an_adapter_keeps_its_own_tokenizer(tmp_path):
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "its own"), ("chat_template.jinja", "its own"),
+    ("tokenizer_config.json", '{"chat_template": "its own"}')])
+def test_an_adapter_keeps_its_own_tokenizer(name, text, tmp_path):
+    """Regression: an adapter with a template but no tokenizer.json lost it when it was saved or
+    merged, and was evaluated with the template of the base."""
+    base = tmp_path / "base"
+    shutil.copytree(BASE, base)
+    (base / "chat_template.jinja").write_text("the base's")
     loaded = adapter(tmp_path / "loaded")
-    (loaded / "tokenizer.json").write_text("its own")
-    model = GPT.from_pretrained(BASE, adapter=loaded)
+    (loaded / name).write_text(text)
+    model = GPT.from_pretrained(base, adapter=loaded)
     save_adapter(model, tmp_path / "again")
     model.save_pretrained(tmp_path / "merged")
-    for name in ("again", "merged"):
-        assert (tmp_path / name / "tokenizer.json").read_text() == "its own"
+    for saved in ("again", "merged"):
+        assert (tmp_path / saved / name).read_text() == text
+    if name != "tokenizer.json":
+        assert read_template(tmp_path / "merged") == "its own"
 
 
 # ---- what PEFT's folders may hold ----------------------------------------------------------------

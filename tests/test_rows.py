@@ -271,6 +271,8 @@ def test_what_is_said_goes_to_stderr(tmp_path, capsys):
     ("x.jsonl", b"\xef\xbb\xbf\n", ": the file is empty"),
     ("x.jsonl", b"[]", ": the file is empty"),
     ("x.PARQUET", b"PAR1", r" is a parquet file.*\n.*read_parquet\('.*x.PARQUET'\).*x.jsonl'"),
+    ("x.json", b"PAR1\xff", r" is a parquet file.*\n.*x.json'\)\.to_json\('.*x.json.jsonl'"),
+    ("x.tsv", b"", r" is a tsv file.*\n.*read_csv\('.*x.tsv', dtype=str, sep='\\t'\).*x.jsonl'"),
     ("x.csv", b"question,answer\n", r" is a csv file.*\n.*read_csv\('.*x.csv', dtype=str\)"),
 ])
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, content, says):

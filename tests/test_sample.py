@@ -3,6 +3,7 @@ whose distributions are known."""
 import math
 import os
 import random
+import shutil
 import warnings
 from types import SimpleNamespace
 
@@ -566,6 +567,18 @@ def test_command_rewards_what_it_sampled(run, monkeypatch, tmp_path):
     rewards = [[line.split()[0] for line in run(*flags, *style).splitlines()[2:5]]
                for style in ((), ("--prompt_style=plain",))]
     assert rewards == [["20.0", "0.0", "20.0"], ["20.0"] * 3] and stops == [None, None, 18]
+
+
+def test_command_says_whose_template_counts(run, tmp_path, capsys, monkeypatch):
+    """Regression: it used the template of an adapter without a word."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(os.path.join(HF, "lora_qwen2"), adapter)
+    (adapter / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    monkeypatch.setattr(GPT, "from_pretrained", lambda *_, **__: tiny(vocab_size=280))
+    arguments = [f"--model={tmp_path}", "--prompt=1+1?", "--max_new_tokens=1", "--device=cpu"]
+    for more in ([], [f"--adapter={adapter}/"]):
+        command(sample_py.main, arguments + more)
+        assert ("tokenizer and template of" in capsys.readouterr().err) == bool(more)
 
 
 def test_command_refuses_in_one_message(run):

@@ -139,6 +139,8 @@ SENTENCEPIECE = "SentencePiece.*Llama 2.*Mistral 7B.*take .*Llama 3.x, Qwen2.5"
     ("'type': 'Whitespace'", {"pre_tokenizer": chain({"type": "Whitespace"}, BYTE_LEVEL)}),
     ("add_prefix_space", {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}}),
     ("MergedWithNext", split("a", behavior="MergedWithNext")),
+    ("by Regex; Isolated", {"pre_tokenizer": chain(
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated"}, BYTE_LEVEL)}),
     ("pattern", split("(")),
     ("match between two", split(r"\s*(?=x)|a?+")),
     # Oniguruma: one or more groups; Rust: at most three digits
@@ -309,6 +311,7 @@ def test_files_of_an_adapter_count(tmp_path):
                                        (template, template, "template", (7,))):
         tok = Tokenizer.from_pretrained(base, adapter)
         assert (tok.folder, tok.chat(user("x")), tok.eos_ids) == (folder, text, eos)
+        assert tok.of_adapter == (folder != base)
 
 
 def test_byte_tokenizer(tmp_path):
