@@ -44,6 +44,8 @@ LONGEST_ANSWER = 7  # words; what is longer is prose (three are the most in MATH
 # SHA-256 of their text.
 MATH_EMPTY_BOXES = {"34d3b36d1c419100", "641a7ef94229c8ca"}
 TO_JSONL = {"parquet": "read_parquet('%s')", "csv": "read_csv('%s', dtype=str)",
+            "xlsx": "read_excel('%s', dtype=str)", "arrow": "read_feather('%s')",
+            "zst": "read_json('%s', lines=True, dtype=False)",
             "tsv": r"read_csv('%s', dtype=str, sep='\t')"}
 
 
@@ -56,11 +58,14 @@ def read_rows(path):
     ValueError says where the file is broken, or how to make JSONL of another format."""
     _refuse_table(path, os.path.splitext(path)[1].lower()[1:])
     try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
-            raw = f.read().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+        with open(path, "rb") as f:
+            raw = f.read()
+        if path.endswith(".gz") or raw.startswith(b"\x1f\x8b"):
+            raw = gzip.decompress(raw)
         refuse_lfs_pointer(path, raw)
         _refuse_table(path, "parquet" if raw.startswith(b"PAR1") else "")
-        text = raw.decode()
+        wide = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+        text = raw.decode("utf-16" if wide else "utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ValueError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
@@ -145,12 +150,11 @@ def _question(row, named):
 def _whole_question(row, name, question):
     """The question with what stands apart from it: alpaca's input behind an instruction; the body
     (SVAMP), context, passage ... that a question is about."""
-    parts = {key.lower(): part.strip() for key, part in row.items()
-             if isinstance(part, str) and part.strip()}
-    if name == "instruction" and "input" in parts:
+    parts = {key: part.strip() for key, part in _lower(row).items() if isinstance(part, str)}
+    if name == "instruction" and parts.get("input"):
         return f"{question}\n\n{parts['input']}"
     for about in ("body", "context", "passage", "article", "story"):
-        if name in ("question", "problem") and about in parts:
+        if name in ("question", "problem") and parts.get(about):
             return f"{parts[about]}\n\n{question}"
     return question
 
@@ -177,13 +181,11 @@ def _lower(row):
 
 def _nothing(row, names, what):
     """The error for a row without a question or an answer: its column is empty, or not there."""
-    empty = [name for name in names if name.lower() in _lower(row)]
-    if empty:
-        return NoAnswer(f'"{empty[0]}" is empty')
-    nested = what == "question" and any(isinstance(v, (list, dict)) for v in row.values())
-    return (NoAnswer if what == "answer" else ValueError)(
-        f"no {what} in {', '.join(names)}; the row has: {', '.join(row):.200}; name its column "
-        f"with --{what}_field" + f" ({RECORDS})" * nested)
+    if {name.lower() for name in names} & _lower(row).keys():
+        return NoAnswer(f"the {what} is empty")
+    kind, more = (NoAnswer, "") if what == "answer" else (ValueError, f" ({RECORDS})")
+    return kind(f"no {what} in {', '.join(names)}; the row has: {', '.join(row):.200}; name its "
+                f"column with --{what}_field{more}")
 
 
 def _choose(row, named, question):
@@ -202,13 +204,12 @@ def _choose(row, named, question):
         gold = _text(name, gold) if name else _answer(row, named, question)[0]
     found, shown, lines = [], True, ""
     for place, (label, text) in enumerate(zip(labels, texts)):
-        l = re.escape(label)
-        text = re.sub(rf"^\(?{l} ?[).:]", "", text).strip()  # AQuA writes A)21
-        t = re.escape(text)
-        forms = rf"\(?{l}[).:]?" + rf"|(\(?{l}[).:]+ *)?{t}" * isinstance(gold, str)
+        text = re.sub(rf"^\(?{re.escape(label)} ?[).:]", "", text).strip()  # AQuA: A)21
+        a, b = re.escape(label), re.escape(text)
+        forms = rf"\(?{a}[).:]?" + rf"|(\(?{a}[).:]+ *)?{b}" * isinstance(gold, str)
         if gold == place or re.fullmatch(forms, str(gold)):
             found.append(label)
-        shown = shown and re.search(rf"\b{l}[).:\s]+{t}", question)
+        shown = shown and re.search(rf"\b{a}[).:\s]+{b}", question)
         lines += f"\n{label}. {text}"
     if len(found) != 1:
         raise NoAnswer(f'"{name or "solution"}" is {gold!r:.40}, which is not the letter, the text '

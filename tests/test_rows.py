@@ -170,7 +170,7 @@ def test_options_are_shown_and_the_gold_is_a_letter(row, shown, letter):
     ({"choices": ["x", "x"], "answer": "x"}, "\"answer\" is 'x', which is not"),
     # the label, or the place from 0?
     ({"choices": {"1": "x", "2": "y"}, "answer": 1}, '"answer" is 1, which is not'),
-    ({"choices": ["x", "y"], "answer": None}, '"answer" is empty'),
+    ({"choices": ["x", "y"], "answer": None}, "the answer is empty"),
     ({"options": "a ) 1 , b ) 2", "correct": "a"}, '"options" must be a list of texts'),
     ({"options": [1, 2], "answer": 1}, '"options" must be a list of texts'),
     (arc("A", "x"), None), (arc("A", choices={"label": 3, "text": ["x", "y"]}), "a list of"),
@@ -275,9 +275,9 @@ def test_broken_rows_are_refused(tmp_path, line, says):
 
 @pytest.mark.parametrize("row, says", [
     ({}, "no answer in answer, .*; the row has: question; name its column"),
-    ({"solution": None, "answer": ""}, '"answer" is empty'),
-    ({"question": "", "answer": "1"}, '"question" is empty'),
-    ({"question": float("nan"), "answer": "1"}, '"question" is empty'),
+    ({"solution": None, "answer": ""}, "the answer is empty"),
+    ({"question": "", "answer": "1"}, "the question is empty"),
+    ({"question": float("nan"), "answer": "1"}, "the question is empty"),
     ({"answer": True}, '"answer" must be text or a number, not True; write yes or no'),
     ({"answer": "He has 2 left over. So it may be 3."}, '"answer" must be the gold answer alone'),
     ({"answer": "5 it is. So the answer is 5. Or 6."}, '"answer" must be the gold answer alone'),
@@ -306,7 +306,7 @@ def test_rows_without_a_usable_answer(tmp_path, row, says):
     path, said = write(tmp_path / "bad.jsonl", FINE, "", row, FINE, row), []
     assert len(data.load_problems(path, say=said.append)) == 2
     (line,) = said
-    assert re.search(f"bad.jsonl: left out 2 of 4 rows.*: .*bad.jsonl:3: .*{says}", line)
+    assert re.search(f"bad.jsonl: left out 2 of 4 .* question or .*: .*bad.jsonl:3: .*{says}", line)
     for kwargs in ({"split": "test"}, {"strict": True}):
         with pytest.raises(ValueError, match=f"bad.jsonl:3: .*{says}"):
             data.load_problems(path, **kwargs)
@@ -331,12 +331,28 @@ def test_what_is_said_goes_to_stderr(tmp_path, capsys):
     ("x.PARQUET", b"PAR1", r" is a parquet file.*\n.*read_parquet\('.*x.PARQUET'\).*x.jsonl'"),
     ("x.json", b"PAR1\xff", r" is a parquet file.*\n.*x.json'\)\.to_json\('.*x.json.jsonl'"),
     ("x.tsv", b"", r" is a tsv file.*\n.*read_csv\('.*x.tsv', dtype=str, sep='\\t'\).*x.jsonl'"),
+    ("x.xlsx", b"PK", r" is a xlsx file.*\n.*read_excel\('.*x.xlsx', dtype=str\)"),
+    ("x.arrow", b"ARROW1", r" is a arrow file.*\n.*read_feather\('.*x.arrow'\)"),
+    ("x.json.zst", b"", r" is a zst file.*\n.*read_json\('.*zst', lines=True.*x.json.jsonl'"),
     ("x.csv", b"question,answer\n", r" is a csv file.*\n.*read_csv\('.*x.csv', dtype=str\)"),
 ])
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=name + says):
         data.load_problems(tmp_path / name)
+
+
+def test_files_are_known_by_their_bytes(tmp_path, monkeypatch):
+    """gzip under another name, UTF-16, and a name without a dot were refused."""
+    text = '{"question": "caf\u00e9?", "answer": "1"}\n'
+    monkeypatch.chdir(tmp_path)
+    for name, raw in (("x.json.GZ", gzip.compress(text.encode())), ("x", text.encode()),
+                      ("y.jsonl", text.encode("utf-16")), ("z.gz", gzip.compress(b"\xff"))):
+        (tmp_path / name).write_bytes(raw)
+        if name != "z.gz":
+            assert data.load_problems(name) == [Problem("caf\u00e9?", "1")]
+    with pytest.raises(ValueError, match="z.gz:1: not UTF-8"):
+        data.load_problems("z.gz")
 
 
 def test_hostile_rows_are_read_quickly(tmp_path):
