@@ -284,7 +284,7 @@ def _marked(text, question):
         return boxed, text
     *_, last = [None, *STATED.finditer(text)]
     stated = text[last.end():].strip().removesuffix(".") if last else ""
-    if re.search(r"\n|[.!?] ", stated):  # more than the answer
+    if re.search(r"\n|[.!?] |####", stated):  # more than the answer
         last = None
     worked, hashes, answer = text[:last.start() if last else None].rpartition("####")
     if hashes:

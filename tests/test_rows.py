@@ -84,6 +84,7 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
      "x=\\boxed{5}. The answer is: 5"),
     ({"query": "q", "response": "x is 5.\nThe answer is: 5"}, "5", "x is 5.\nThe answer is: 5"),
     ({"query": "q", "response": "The answer is: below.\n#### 5"}, "5", "The answer is: below."),
+    ({"query": "q", "response": "So the answer is 4. #### 5"}, "5", "So the answer is 4."),
     # Orca-Math, MathInstruct: the sentences were the gold
     ({"question": "q", "answer": "3 and 1 are 4. Therefore, the answer is 4."}, "4",
      "3 and 1 are 4. Therefore, the answer is 4."),
