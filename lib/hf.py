@@ -249,7 +249,7 @@ def weight_files(folder, safe_name, bin_name):
     there = [name for name in sorted(os.listdir(folder))
              if name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth"))]
     raise FileNotFoundError(f"{folder}: has no weights ({safe_name} or {bin_name}, whole or in "
-                            f"shards with an index); there is {', '.join(there[:3]) or 'no such'}")
+                            f"shards with an index); there is {', '.join(there[:3]) or 'none'}")
 
 
 def read_file(path):
