@@ -73,7 +73,7 @@ def load_problems(name_or_path, split="train", question_field="", answer_field="
                          f"{path}: the file is empty; it needs one JSON object a line")
     if unusable:
         say(f"{path}: left out {len(unusable)} of {len(problems) + len(unusable)} rows, which have "
-            f"no usable answer; the first: {unusable[0]}")
+            f"no usable question or answer; the first: {unusable[0]}")
     turns = [m["content"] for p in problems for m in p.messages or ()]
     if turns:
         line = f"{path}: prompts given as messages are used as they are, without system_prompt"
@@ -91,6 +91,13 @@ def check_choice(what, value, known, also=""):
                          f"(known: {', '.join(known)}{also})")
 
 
+def check_fields(question_field, answer_field, names):
+    """ValueError if columns are named although all the data are known sets, whose are known."""
+    if (question_field or answer_field) and set(names) <= {*NAMES, ""}:
+        raise ValueError("question_field and answer_field name columns of a file, and "
+                         f"{names[0]} is none")
+
+
 def _find_file(name, split):
     """The path of a known set's split, or the path given; an error says how to get a file."""
     path, how = name, ""
@@ -100,7 +107,10 @@ def _find_file(name, split):
             path += ".gz"
         if name in ONLY_TEST and split == "train":
             how = f"; {name} has no train split, only: test"
-    elif os.sep not in name and "." not in name:
+    elif os.path.isdir(name):
+        raise IsADirectoryError(f"{name} is a folder; give one of its files: "
+                                f"{', '.join(sorted(os.listdir(name))):.200}")
+    elif os.sep not in name and "." not in name and not os.path.isfile(name):
         check_choice("problem set", name, NAMES, "; or the path of a .jsonl file")
     elif re.fullmatch(r"[\w-]+/[\w.-]+", name):
         how = "; download a data set of the Hugging Face Hub first, and give the file's path"

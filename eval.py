@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data import SYSTEM_PROMPT, build_prompt, encode_prompts, is_plain, load_problems, to_stderr
+from data import (SYSTEM_PROMPT, build_prompt, check_fields, encode_prompts, is_plain,
+                  load_problems, to_stderr)
 from lib.chat import check_variables
 from lib.config import check_ranges, help_text, read_config
 from lib.draws import seeded_uniforms
@@ -371,6 +372,7 @@ def parse(argv):
     c.data = c.data or (",".join(PAPER_N) if c.preset else "")
     if not c.rescore and not (c.model and all(c.data.split(","))):
         raise ValueError("give --model and --data=NAME,NAME (or --preset=paper), or --rescore")
+    check_fields(c.question_field, c.answer_field, c.data.split(","))
     if c.temperature == 0 and c.n != 1:
         raise ValueError("temperature 0 gives the same completion every time: add --n=1")
     if c.system_prompt == "default":

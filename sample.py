@@ -25,7 +25,7 @@ from gtpo import conflict_weights, group_advantages, keep_completions, mean_entr
 from lib.chat import check_variables
 from lib.config import convert
 from lib.draws import draw, restrict, seeded_uniforms
-from lib.files import write_whole
+from lib.files import expand_home, write_whole
 from lib.graph import CAPTURES, repeat
 from lib.lora import ready_to_sample
 from lib.run import command, forward_dtype
@@ -322,8 +322,8 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", required=True, help="folder of a model in Hugging Face format")
-    add("--adapter", help="folder of a LoRA adapter in PEFT's format")
+    add("--model", required=True, type=expand_home, help="folder of a model in Hugging Face format")
+    add("--adapter", type=expand_home, help="folder of a LoRA adapter in PEFT's format")
     add("--prompt", required=True, help="the question")
     add("--gold", help="the right answer; without it only the format is rewarded")
     add("--group", type=int, default=8, help="G, the number of completions")
@@ -339,7 +339,7 @@ def main(argv):
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu",
         choices=("cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    add("--html", metavar="FILE", help="also write the group as a page")
+    add("--html", metavar="FILE", type=expand_home, help="also write the group as a page")
     args = parser.parse_args(argv)
     if args.group < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
         parser.error("--group and --max_new_tokens must be at least 1")

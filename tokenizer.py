@@ -175,6 +175,9 @@ class Tokenizer:
         if not path.exists():
             other = path.with_name("tokenizer.model")
             found = ", only tokenizer.model" if other.exists() else ""
+            if path.with_name("vocab.json").exists() and path.with_name("merges.txt").exists():
+                found = (", only vocab.json and merges.txt (transformers makes it: AutoTokenizer."
+                         "from_pretrained(DIR).save_pretrained(DIR))")
             raise FileNotFoundError(f"{path.parent}: no tokenizer.json there{found}; give a folder "
                                     "in Hugging Face format with a byte-level BPE, for example of "
                                     "Llama 3.x, Qwen2.5, Qwen3 or SmolLM2")

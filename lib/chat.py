@@ -10,13 +10,14 @@ import json
 import re
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lib.files import read_json, refuse_lfs_pointer
 
 
 def compile_template(source):
-    """A jinja2 template, set up as in transformers."""
+    """(jinja2 template, set up as in transformers; names of the variables that it reads)."""
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
@@ -33,7 +34,7 @@ def compile_template(source):
     env.globals["raise_exception"] = raise_exception
     # Llama 3's default date: ids must not depend on the day
     env.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
-    return env.from_string(source)
+    return env.from_string(source), jinja2.meta.find_undeclared_variables(env.parse(source))
 
 
 def read_template(folder):
@@ -70,7 +71,11 @@ class ChatTemplate:
                  "add_generation_prompt": add_generation_prompt, **variables}
         try:
             self.compiled = self.compiled or compile_template(self.source)
-            return self.compiled.render(given, messages=messages)
+            template, reads = self.compiled
+            for name in variables.keys() - reads:
+                raise ValueError(f"it reads no variable {name!r} (template_variables), only: "
+                                 f"{', '.join(sorted(reads))}")
+            return template.render(given, messages=messages)
         except Exception as error:  # a template is a program, it can fail in any way
             reason = str(error) or type(error).__name__
             # it says no by raise_exception, which is a TemplateError and no kind of it

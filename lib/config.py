@@ -14,7 +14,7 @@ import tomllib
 from dataclasses import asdict
 from typing import get_type_hints
 
-from lib.files import nearest
+from lib.files import expand_home, nearest
 
 EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false",
             dict: 'names with values, {"name": value} on the command line'}
@@ -131,7 +131,7 @@ def convert(kind, value, what):
         if isinstance(value, str) and kind in (bool, dict):
             value = BOOLEANS[value.lower()] if kind is bool else json.loads(value)
         elif isinstance(value, str) or (kind is float and type(value) is int):
-            value = kind(value)
+            value = expand_home(value) if kind is str else kind(value)
         toml_value(value).encode()  # it will be written to the run's config.toml
     except (ValueError, KeyError, OverflowError, RecursionError) as e:
         reason = f" ({e})"

@@ -2,6 +2,7 @@
 import contextlib
 import difflib
 import fcntl
+import glob
 import json
 import os
 import re
@@ -37,11 +38,18 @@ def refuse_lfs_pointer(path, head):
                          "in that folder, or download the file again")
 
 
+def expand_home(paths):
+    """`~/x`, alone or in a list with commas, as the user's x: in --out=~/x no shell does it."""
+    return ",".join(map(os.path.expanduser, paths.split(",")))
+
+
 def check_folder(folder):
     """FileNotFoundError unless `folder` is a folder: it may be a model's name on the Hub."""
     folder = os.fspath(folder)
     if os.path.isdir(folder):
         return
+    if os.path.isfile(folder):
+        raise NotADirectoryError(f"{folder}: is a file; give the folder that it is in")
     name = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
     if not name:
         raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format, such "
@@ -64,6 +72,11 @@ def check_model_folder(folder):
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(f"{folder}: holds a LoRA adapter, not a model; give its base "
                          f"({base}) as --model and this folder as --adapter")
+    inside = [os.path.join(folder, os.path.dirname(path)) for deep in ("*", "snapshots/*")
+              for path in glob.glob(f"{deep}/config.json", root_dir=folder)]
+    if inside:
+        last = max(inside, key=lambda path: (len(path), path))  # checkpoint-10, not checkpoint-9
+        raise FileNotFoundError(f"{folder}: has no config.json; did you mean {last}?")
 
 
 def read_jsonl(path, needs=()):

@@ -166,6 +166,7 @@ RULES = (
     (r"(?i)(?<=[0-9])( ?\\text\{)? ?([ap])\.?m\b\.?",
      lambda m: (m[1] or "") + m[2].lower() + "m"),
     (r"[ .,;:\\]+$", ""),  # 45. -> 45
+    (r"^([A-J])\)$", r"\1"),  # B) -> B
     # 1 and 2 -> 1, 2
     (r" ?,? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])) ?",
      lambda m: "∨" if "or" in m.groups() else ", "),

@@ -28,6 +28,11 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 TYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+STRANGERS = {  # beginnings of names that other programs write
+    "_orig_mod.": ": a compiled model was saved; save its _orig_mod",
+    "module.": ": a wrapped model (DDP, DeepSpeed) was saved; save its module",
+    "base_model.model.": ": saved with PEFT's adapter on it; merge that, or save it alone",
+    "score.": ": a classifier or reward model, no language model"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
@@ -63,7 +68,7 @@ class Config:
         kind = raw.get("model_type")
         if kind not in MODEL_TYPES:
             raise ValueError(f"{where}: model_type {kind!r} is not supported; supported are "
-                             f"{', '.join(MODEL_TYPES)}")
+                             f"{', '.join(MODEL_TYPES)}; docs/models.md lists families that are")
         get, llama = partial(read_field, raw, where), kind == "llama"
         heads, hidden_size = get("num_attention_heads", int), get("hidden_size", int)
         attention_bias = kind in ("llama", "qwen3") and get("attention_bias", bool, False)
@@ -184,7 +189,8 @@ def load_weights(model, folder):
             continue
         if name not in params:
             raise ValueError(f"{file}: tensor {name!r} has no place in a {model.config.model_type} "
-                             "model of this config.json")
+                             "model of this config.json"
+                             + "".join(STRANGERS[x] for x in STRANGERS if name.startswith(x)))
         check_tensor(name, tensor, file, params[name].shape, "config.json asks")
         params[name].copy_(tensor)
         filled.add(name)
@@ -240,8 +246,10 @@ def weight_files(folder, safe_name, bin_name):
         if index is not None:
             files = sorted(set(index.get("weight_map", {}).values()))
             return [os.path.join(folder, os.path.basename(file)) for file in files]
+    there = [name for name in sorted(os.listdir(folder))
+             if name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth"))]
     raise FileNotFoundError(f"{folder}: has no weights ({safe_name} or {bin_name}, whole or in "
-                            "shards with an index)")
+                            f"shards with an index); there is {', '.join(there[:3]) or 'none'}")
 
 
 def read_file(path):

@@ -183,7 +183,8 @@ def read_adapter_config(folder):
     if c.get("peft_type") != "LORA" or c.get("bias", "none") != "none" or unsupported:
         raise ValueError(f"{where}: only plain LoRA is supported (peft_type {c.get('peft_type')!r},"
                          f" bias {c.get('bias')!r}"
-                         + "".join(f", {key} {c[key]!r}" for key in unsupported) + ")")
+                         + "".join(f", {key} {c[key]!r}" for key in unsupported)
+                         + "); merge it into its base with PEFT first: merge_and_unload()")
     r, alpha = c.get("r"), c.get("lora_alpha")
     if type(r) is not int or r < 1 or type(alpha) not in (int, float):
         raise ValueError(f"{where}: r should be a positive int and lora_alpha a number, "

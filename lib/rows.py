@@ -7,36 +7,45 @@ The rows of a data file, as people have them.
 A file holds one JSON object a line, or one JSON list of objects; .gz is fine. These columns are
 known; capitals do not count, and a.b is b in a:
 
-    question   the first of QUESTIONS that holds something: text, or messages (role and content),
-               which are then the prompt as they are
+    question   the first of QUESTIONS that holds something: text, or messages (role and content;
+               from and value), which are then the prompt as they are; text gets the row's CHOICES
     answer     the first of ANSWERS: the gold answer alone, or a worked text; else a worked text in
                the first of SOLUTIONS (`assistant` is that turn at the end of the messages)
     worked     the gold answer of a worked text is its last \boxed{...}, or what stands behind its
-               last `####`, or behind `The answer is:` at its end
+               last `####`, or behind `The answer is` in its last sentence
 """
 import gzip
 import hashlib
 import json
 import os
 import re
+import string
 import zlib
 
 from lib.files import refuse_lfs_pointer
 from lib.grading import is_placeholder, last_boxed
 
-QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "messages")
+QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "messages", "conversations")
 ANSWERS = ("answer", "reward_model.ground_truth", "final_answer", "expected_answer", "ground_truth")
 SOLUTIONS = ("solution", "response", "output", "completion", "assistant")
+CHOICES = ("choices", "options")
+CHOSEN = ("answer", "answerkey", "correct", "answer_idx", "answer_index")  # a letter, index or text
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+RECORDS = "a file holds one object a line (pandas: orient='records', lines=True), or a list of them"
 # A question that may want several answers. Boxes with `or` between are all of them then; else they
 # are two ways to write one: $\boxed{28}$ or $\boxed{28_9}$.
 SEVERAL = re.compile(
     r"(?i)\b(all|both|each|list|possible|roots|separated|solutions|solve|values)\b")
+STATED = re.compile(r"The answer is:|(?:^|[.!?\n] *|\b(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? )"
+                    r"[Tt]he (?:final )?answer is\b:?")
 LONGEST_ANSWER = 7  # words; what is longer is prose (three are the most in MATH)
 # Two problems of MATH's train split end in an empty box in the original file. Both ask for the
 # number of primes among numbers that the solution shows to be composite: 0. They are known by the
 # SHA-256 of their text.
 MATH_EMPTY_BOXES = {"34d3b36d1c419100", "641a7ef94229c8ca"}
 TO_JSONL = {"parquet": "read_parquet('%s')", "csv": "read_csv('%s', dtype=str)",
+            "xlsx": "read_excel('%s', dtype=str)", "arrow": "read_feather('%s')",
+            "zst": "read_json('%s', lines=True, dtype=False)",
             "tsv": r"read_csv('%s', dtype=str, sep='\t')"}
 
 
@@ -49,11 +58,14 @@ def read_rows(path):
     ValueError says where the file is broken, or how to make JSONL of another format."""
     _refuse_table(path, os.path.splitext(path)[1].lower()[1:])
     try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
-            raw = f.read().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+        with open(path, "rb") as f:
+            raw = f.read()
+        if path.endswith(".gz") or raw.startswith(b"\x1f\x8b"):
+            raw = gzip.decompress(raw)
         refuse_lfs_pointer(path, raw)
         _refuse_table(path, "parquet" if raw.startswith(b"PAR1") else "")
-        text = raw.decode()
+        wide = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+        text = raw.decode("utf-16" if wide else "utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ValueError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
@@ -85,8 +97,7 @@ def _parse(path, number, text):
         return json.loads(text)
     except (ValueError, RecursionError) as e:
         line = number + getattr(e, "lineno", 1) - 1
-        raise ValueError(f"{path}:{line}: broken JSON ({e}); a file holds one object a line, or "
-                         "one list of objects") from None
+        raise ValueError(f"{path}:{line}: broken JSON ({e}); {RECORDS}") from None
 
 
 def read_problem(row, question_field="", answer_field=""):
@@ -97,6 +108,9 @@ def read_problem(row, question_field="", answer_field=""):
     question, messages, reply = _question(row, question_field)
     if reply:
         row = {**row, "assistant": reply}
+    if not messages and _first(row, CHOICES)[0]:
+        question, letter = _choose(row, answer_field, question)
+        row, answer_field = {**row, "answer": letter}, "answer"
     answer, solution = _answer(row, answer_field, question)
     for text in (question, answer, solution, *(m["content"] for m in messages or ())):
         text.encode()  # "\ud800" is legal JSON, but half a character: a ValueError
@@ -113,15 +127,17 @@ def _question(row, named):
     last user turn, the messages up to it, the assistant's turn behind it or "")."""
     name, value = _first(row, [named] if named else QUESTIONS)
     if not name:
-        raise ValueError(f"no question in {named or ', '.join(QUESTIONS)}; the row has: "
-                         f"{', '.join(row):.200}; name its column with --question_field")
+        raise _nothing(row, [named] if named else QUESTIONS, "question")
     if isinstance(value, str):
-        return value if named else _whole_question(row, name, value), None, ""
+        return _whole_question(row, name.lower(), value), None, ""
+    if isinstance(value, list) and all(isinstance(m, dict) and "from" in m for m in value):
+        value = [{"role": ROLES.get(m["from"], m["from"]), "content": m.get("value")}
+                 for m in value]
     if not isinstance(value, list) or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str)
             and isinstance(m.get("content"), str) for m in value):
         raise ValueError(f'"{name}" must be text, or messages with "role" and "content" as text, '
-                         f"not {value!r:.60}")
+                         f"not {value!r:.60}; {RECORDS}")
     reply = ""
     if value[-1]["role"] == "assistant":
         *value, answered = value
@@ -133,13 +149,12 @@ def _question(row, named):
 
 def _whole_question(row, name, question):
     """The question with what stands apart from it: alpaca's input behind an instruction; the body
-    (SVAMP), context or passage that a question is about."""
-    parts = {key.lower(): part.strip() for key, part in row.items()
-             if isinstance(part, str) and part.strip()}
-    if name == "instruction" and "input" in parts:
+    (SVAMP), context, passage ... that a question is about."""
+    parts = {key: part.strip() for key, part in _lower(row).items() if isinstance(part, str)}
+    if name == "instruction" and parts.get("input"):
         return f"{question}\n\n{parts['input']}"
-    for about in ("body", "context", "passage"):
-        if name.lower() in ("question", "problem") and about in parts:
+    for about in ("body", "context", "passage", "article", "story"):
+        if name in ("question", "problem") and parts.get(about):
             return f"{parts[about]}\n\n{question}"
     return question
 
@@ -147,23 +162,66 @@ def _whole_question(row, name, question):
 def _first(row, names):
     """(name, value) of the first column that holds something, ("", None) if none does. Capitals do
     not count; a.b is b in a."""
-    columns = {key.lower(): value for key, value in row.items()}
+    columns = _lower(row)
     for name in names:
-        outer, _, inner = name.lower().partition(".")
         value = columns.get(name.lower())
-        if value is None and inner and isinstance(columns.get(outer), dict):
-            value = columns[outer].get(inner)
-        if value not in (None, []) and not (isinstance(value, str) and not value.strip()):
+        if value is None:
+            value = row
+            for part in name.lower().split("."):
+                value = _lower(value).get(part) if isinstance(value, dict) else None
+        holds = value not in (None, [], {}) and value == value  # nan is nothing, too
+        if holds and not (isinstance(value, str) and not value.strip()):
             return name, value
     return "", None
+
+
+def _lower(row):
+    return {key.lower(): value for key, value in row.items()}
+
+
+def _nothing(row, names, what):
+    """The error for a row without a question or an answer: its column is empty, or not there."""
+    if {name.lower() for name in names} & _lower(row).keys():
+        return NoAnswer(f"the {what} is empty")
+    kind, more = (NoAnswer, "") if what == "answer" else (ValueError, f" ({RECORDS})")
+    return kind(f"no {what} in {', '.join(names)}; the row has: {', '.join(row):.200}; name its "
+                f"column with --{what}_field{more}")
+
+
+def _choose(row, named, question):
+    """(question, letter of the answer) of a row with CHOICES, which the question then shows as
+    lines `A. text`. NoAnswer if they, or which of them is right, cannot be told for sure."""
+    column, given = _first(row, CHOICES)
+    labels, texts = string.ascii_uppercase, given
+    if isinstance(given, dict):  # {"label": [..], "text": [..]}, or {"A": ..}
+        labels, texts = given.get("label", [*given]), given.get("text", [*given.values()])
+    if (not isinstance(labels, (str, list)) or not isinstance(texts, list)
+            or not 1 < len(texts) <= len(labels)
+            or not all(isinstance(x, str) and x.strip() for x in [*labels, *texts])):
+        raise NoAnswer(f'"{column}" must be a list of texts, or texts by label: {given!r:.60}')
+    name, gold = _first(row, [named] if named else CHOSEN)
+    if type(gold) is not int:
+        gold = _text(name, gold) if name else _answer(row, named, question)[0]
+    found, shown, lines = [], True, ""
+    for place, (label, text) in enumerate(zip(labels, texts)):
+        text = re.sub(rf"^\(?{re.escape(label)} ?[).:]", "", text).strip()  # AQuA: A)21
+        a, b = re.escape(label), re.escape(text)
+        forms = rf"\(?{a}[).:]?" + rf"|(\(?{a}[).:]+ *)?{b}" * isinstance(gold, str)
+        if gold == place or re.fullmatch(forms, str(gold)):
+            found.append(label)
+        shown = shown and re.search(rf"\b{a}[).:\s]+{b}", question)
+        lines += f"\n{label}. {text}"
+    if len(found) != 1:
+        raise NoAnswer(f'"{name or "solution"}" is {gold!r:.40}, which is not the letter, the text '
+                       f'or the place (from 0) of one of the {len(texts)} in "{column}"')
+    return question if shown else question + lines, found[0]
 
 
 def _answer(row, named, question):
     """(gold answer, worked solution or "") of a row."""
     name, value = _first(row, [named] if named else ANSWERS + SOLUTIONS)
     if not name:
-        raise NoAnswer(f"no answer in {named or ', '.join(ANSWERS + SOLUTIONS)}; the row has: "
-                       f"{', '.join(row):.200}; name its column with --answer_field")
+        raise _nothing(row, [named] if named else ANSWERS + SOLUTIONS, "answer")
     text = _text(name, value)
     if hashlib.sha256(question.strip().encode()).hexdigest()[:16] in MATH_EMPTY_BOXES:
         text = text.replace(r"\boxed{}", r"\boxed{0}")
@@ -177,6 +235,8 @@ def _answer(row, named, question):
     if source and name not in SOLUTIONS:
         solution = _text(source, worked)
     answer, solution = (_drop_calculator(text).strip() for text in (answer, solution))
+    # ASDiv: 5 (apples) is 5 apples
+    answer = re.sub(r"^([-+$]*\d[\d,./]*) ?\(([A-Za-z][A-Za-z ./-]*)\)$", r"\1 \2", answer)
     if re.search(r"</?(reasoning|answer)>|<think>", answer + solution):
         raise NoAnswer("answer or solution holds a tag <reasoning>, <answer> or <think>, which "
                        "would break the tagged format")
@@ -187,7 +247,8 @@ def _check_answer(name, answer):
     """NoAnswer unless it is something that an answer can be compared with."""
     lines = "\n" in (answer or "").strip() and "\\" not in answer  # a LaTeX matrix may have lines
     if (answer is None or lines or "boxed{" in answer or answer.startswith('["')
-            or _words(answer) > LONGEST_ANSWER):
+            or _words(answer) > LONGEST_ANSWER
+            or _words(answer) > 3 and re.search(r"[a-z0-9][.!?] +[A-Z]", answer)):  # sentences
         raise NoAnswer(f'"{name}" must be the gold answer alone, at most {LONGEST_ANSWER} words, '
                        r"or mark it: in its last \boxed{GOLD} (finished), in a last line "
                        "`#### GOLD` or `The answer is: GOLD`")
@@ -202,11 +263,14 @@ def _words(text):
 
 def _text(name, value):
     """A column's text, or number as text, without the thought that may stand before it."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if type(value) in (int, float):
         # 27.0 is 27; but of 1e30 only the digits that it shows are known
         return str(int(value) if value % 1 == 0 and abs(value) < 2**53 else value)
     if not isinstance(value, str):
-        raise NoAnswer(f'"{name}" must be text or a number, not {value!r:.60}')
+        raise NoAnswer(f'"{name}" must be text or a number, not {value!r:.60}'
+                       + "; write yes or no" * isinstance(value, bool))
     return value.rpartition("</think>")[2].strip()
 
 
@@ -218,13 +282,14 @@ def _marked(text, question):
         if "not both" in question or " or " in boxed and not SEVERAL.search(question):
             boxed = last_boxed(text[max(map(text.rfind, (r"\boxed", r"\fbox"))):]) or boxed
         return boxed, text
-    rest, marker, stated = text.rpartition("The answer is:")
-    if not marker or "\n" in stated.strip():
-        rest, marker = text, ""
-    worked, hashes, answer = rest.rpartition("####")
+    *_, last = [None, *STATED.finditer(text)]
+    stated = text[last.end():].strip().removesuffix(".") if last else ""
+    if re.search(r"\n|[.!?] |####", stated):  # more than the answer
+        last = None
+    worked, hashes, answer = text[:last.start() if last else None].rpartition("####")
     if hashes:
         return answer.strip(), worked
-    return (stated.strip(), text) if marker else (None, "")
+    return (stated, text) if last else (None, "")
 
 
 def _drop_calculator(text):

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from tqdm import tqdm
 
-from data import (NAMES, SYSTEM_PROMPT, as_row, demonstration, encode_prompts, held_out, is_plain,
-                  load_problems, to_stderr)
+from data import (NAMES, SYSTEM_PROMPT, as_row, check_fields, demonstration, encode_prompts,
+                  held_out, is_plain, load_problems, to_stderr)
 from eval import evaluate
 from lib.arithmetic import make_tiny_model
 from lib.chat import check_variables
@@ -134,6 +134,7 @@ def check_together(c, processes):
         raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
                          "an epsilon, such as 0.2")
     check_variables(c.template_variables)
+    check_fields(c.question_field, c.answer_field, (c.data, c.eval_data))
     for name, used in (("prompts_per_step", c.algo != "sft"), ("sft_batch_size", c.sft_steps)):
         if used and getattr(c, name) % processes:
             raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {processes} "
@@ -342,6 +343,11 @@ def begin(run):
     if run.tokenizer.of_adapter:
         run.say(f"tokenizer and template are those of the adapter {c.adapter}")
     introduce(run)
+    problem, ids = run.prompts[0]
+    asked = c.model and not run.plain and not problem.messages  # the demo's template is to do so
+    if asked and run.system_prompt.strip() not in run.tokenizer.decode(ids):
+        run.say("note: the chat template leaves the system prompt out: nothing asks for the format "
+                "that the rewards look for; put that into the questions, or --prompt_style=plain")
     compile_where_it_pays(run.model, c.compile, run.say)
 
 

@@ -67,6 +67,14 @@ def test_bad_templates_are_value_errors(template, message, tmp_path):
         assert "--system_prompt" not in str(error.value)
 
 
+def test_variables_that_the_template_does_not_read_are_refused(tmp_path):
+    """A name with a typo changed nothing, without a word."""
+    tok = chat_folder(tmp_path, "{% if a is not defined %}{% set a = 1 %}{% endif %}{{ a }}{{ b }}")
+    assert tok.chat(user("x"), a=2, b=3) == "23"
+    with pytest.raises(ValueError, match="it reads no variable 'aa' .template_v.*, only: a, b"):
+        tok.chat_ids(user("x"), aa=2)
+
+
 def test_where_templates_come_from(tmp_path):
     tok = open_toy(tmp_path / "none", BYTES, [])
     assert not tok.has_chat_template

@@ -60,6 +60,14 @@ def test_flags_take_the_type_of_the_field():
     assert type(c.rate) is float and Settings(**given) == c and len(given) == 8
 
 
+def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
+    """--out=~/x made a folder named ~; no shell expands it there."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read("--out=~/x")[0].out == "/home/me/x" == read(written(tmp_path, "out = '~/x'"))[0].out
+    assert read("--model=~/a.jsonl,gsm8k,~/b")[0].model == "/home/me/a.jsonl,gsm8k,/home/me/b"
+    assert read("--out=a~/b,c~")[0].out == "a~/b,c~"
+
+
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     """A flag that can stand alone leaves the next word; a file given by the caller, as by a run
     that goes on, takes the place of the preset."""

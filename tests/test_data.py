@@ -17,10 +17,14 @@ def test_missing_files_say_what_was_looked_for(tmp_path, monkeypatch):
              r" \(looked in " + re.escape(str(tmp_path))),
             ("amc23", "train", "amc23 has no train split, only: test"),
             ("nowhere.jsonl", "train", r"nowhere.jsonl \(looked in"),
-            (str(tmp_path), "train", re.escape(str(tmp_path))),
             ("openai/gsm8k", "test", "openai/gsm8k; download a data set of the Hugging Face Hub")):
         with pytest.raises(FileNotFoundError, match="no file .*" + message):
             data.load_problems(name, split)
+    os.mkdir("mine")
+    for name in ("b.jsonl", "a.jsonl"):
+        open(f"mine/{name}", "w").close()
+    with pytest.raises(IsADirectoryError, match="mine is a folder; .* files: a.jsonl, b.jsonl"):
+        data.load_problems("mine")
 
 
 def test_names(tmp_path, monkeypatch):

@@ -89,6 +89,8 @@ def test_no_connection(tmp_path, monkeypatch):
 def test_usage(capsys):
     for argv in ([], ["gsm8k", "--help"]):
         assert download.main(argv) == 0 and "python -m tools.download" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="word_problems is built in: --data=word_problems needs"):
+        download.main(["word_problems"])
     with pytest.raises(ValueError, match="unknown problem set 'gms8k'; the nearest is 'gsm8k'"):
         download.main(["gms8k"])
     assert download.main(["math"]) == 0

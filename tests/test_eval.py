@@ -346,8 +346,9 @@ def test_command_refuses_a_file_of_other_settings(command):
     command()
     before, problems = FILE.read_bytes(), Path("p.jsonl").read_text()
     for flag, name in (("--temperature=0.5", "temperature"), ("--n=3", "data"),
-                       ("--limit=2", "data"), ('--template_variables={"x": 1}', "template_var")):
-        text = command(flag, code=2)
+                       ("--limit=2", "data"), 
+                       ('--template_variables={"x":1} --prompt_style=plain', "template_var")):
+        text = command(*flag.split(), code=2)
         assert text.startswith("error: o.jsonl has other settings") and name in text
         assert FILE.read_bytes() == before
     command("--k=2")  # it does not change what is sampled
@@ -451,6 +452,7 @@ def test_rescore_shows_what_changes_and_writes_nothing(command):
     ("--few_shot=4", "system_prompt"), ("--out=.", ".: is a folder; give a file"),
     ("--rescore=.", ".: is a folder; give a file"), ("--seed=-1", "seed=-1: should be >= 0"),
     ('--template_variables={"messages":1}', "template_variables: 'messages' cannot be set"),
+    ("--data=gsm8k --answer_field=a", "answer_field name columns of a file, and gsm8k is"),
     ("--out=p.jsonl/o.jsonl", "p.jsonl/o.jsonl: cannot be written to")])
 def test_wrong_usage_is_one_message(command, flags, says):
     *_, message = command(*flags.split(), code=2).splitlines()

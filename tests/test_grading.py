@@ -110,7 +110,7 @@ a = 4, -8 ; -8, 4
 \frac{1}{x+1} ; \frac{1}{1+x} ; 1/(x+1)
 \frac{-2}{x} ; -\frac{2}{x} ; -2\frac{1}{x}
 10^{\frac{\sqrt{13} - 5}{6}} ; 10^{\frac{-5+\sqrt{13}}{6}}
-B ; (B) ; \text{(B)} ; \textbf{(B) } 27 ; B. 27 ; B) 27
+B ; (B) ; B) ; B. ; \text{(B)} ; \textbf{(B) } 27 ; B. 27 ; B) 27
 \begin{pmatrix}1\\1/2\end{pmatrix} ; \left(\begin{array}{c} 1 \\ 0.5 \end{array}\right)
 \begin{pmatrix}1&2\\3&1/2\\\end{pmatrix} ; A = \begin{bmatrix} 1 & 2 \\ 3 & \frac12 \end{bmatrix}
 (-2,7] ; \left(-2,7\right] ; x \in (-2, 7] ; -2 < x \le 7 ; 7 \geq x > -2

@@ -94,7 +94,7 @@ def test_what_a_config_may_leave_out():
 
 
 @pytest.mark.parametrize("fields, message", (
-    (dict(model_type="gpt2"), "model_type 'gpt2' is not supported.*llama"),
+    (dict(model_type="gpt2"), "model_type 'gpt2' is not supported.*llama.*docs/models.md"),
     (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope type 'linear' is not supported"),
     (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "should be one flat object"),
     (dict(rope_parameters={**LLAMA3, "factor": None}), "field 'factor' is missing"),
@@ -200,6 +200,8 @@ W, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     ({UP: None}, f"the weights lack 1 of 21 tensors, the first is '{UP}'"),
     ({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, "safetensors: .*layers.2.* no place in"),
     ({UP: torch.ones(1, 48)}, rf"'{UP}' has shape \(1, 48\), config.json asks for \(80, 48\)"),
+    ({"_orig_mod." + W: torch.ones(48)}, "no place .*: a compiled model .* save its _orig_mod"),
+    ({"score.weight": torch.ones(2)}, "no place .*: a classifier or reward model"),
     ({W: torch.ones(48, dtype=torch.int8)}, f"'{W}' is torch.int8"),
     ({W: torch.ones(48).to(torch.float8_e4m3fn)}, "is torch.float8_e4"),
 ))
@@ -220,7 +222,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (FIRST, LFS, f"{FIRST}: a Git LFS pointer.*git lfs pull"),
     (INDEX, LFS, f"{INDEX}: a Git LFS pointer"),
     (INDEX, b'{"metadata": {}}', "the weights lack 27 of 27 tensors"),
-    (INDEX, None, "has no weights"),
+    (INDEX, None, f"has no weights.*; there is {FIRST}, model-00002"),
     ("config.json", None, "has no config.json"),
     ("config.json", LFS, "config.json: a Git LFS pointer"),
     ("config.json", b"{", "config.json: not valid JSON"),
@@ -263,6 +265,16 @@ def test_bin_files_of_other_things_are_refused(content, message, tmp_path, monke
 def test_folders_that_are_no_models(folder, message):
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         GPT.from_pretrained(folder)
+
+
+def test_a_folder_above_a_model_and_a_file_in_it(tmp_path):
+    for inside in ("hub/snapshots/0a", *(f"checkpoint-{n}" for n in range(8, 13))):
+        (tmp_path / inside).mkdir(parents=True)
+        (tmp_path / inside / "config.json").write_text("{}")
+    for folder, says in (("", "did you mean .*/checkpoint-12?"), ("hub", "mean .*/snapshots/0a?"),
+                         ("checkpoint-9/config.json", "json: is a file; give the folder")):
+        with pytest.raises(OSError, match=says):
+            check_model_folder(tmp_path / folder)
 
 
 def test_a_run_is_no_model_but_a_model_may_hold_metrics(tmp_path):

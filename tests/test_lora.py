@@ -242,7 +242,7 @@ ONES = torch.ones(4, 64)
     # without PEFT's prefix
     ({Q1.removeprefix(PREFIX) + "A.weight": ONES}, {}, "is no lora_A or lora_B"),
     (without(""), dict(target_modules="all-linear"), "adapter holds no tensors"),
-    ({}, dict(use_dora=True), "adapter_config.json: only plain LoRA.*use_dora True"),
+    ({}, dict(use_dora=True), "adapter_config.json: only plain LoRA.*use_dora True.*merge_and"),
     ({}, dict(init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
     ({}, dict(bias="all"), "bias 'all'"),
     ({}, dict(peft_type="IA3"), "peft_type 'IA3'"),

@@ -84,6 +84,11 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
      "x=\\boxed{5}. The answer is: 5"),
     ({"query": "q", "response": "x is 5.\nThe answer is: 5"}, "5", "x is 5.\nThe answer is: 5"),
     ({"query": "q", "response": "The answer is: below.\n#### 5"}, "5", "The answer is: below."),
+    ({"query": "q", "response": "So the answer is 4. #### 5"}, "5", "So the answer is 4."),
+    # Orca-Math, MathInstruct: the sentences were the gold
+    ({"question": "q", "answer": "3 and 1 are 4. Therefore, the answer is 4."}, "4",
+     "3 and 1 are 4. Therefore, the answer is 4."),
+    ({"instruction": "q", "output": "Well.\nThe answer is B"}, "B", "Well.\nThe answer is B"),
     # alpaca, TRL, capitals, others
     ({"instruction": "q", "input": "", "output": "So \\boxed{3}."}, "3", "So \\boxed{3}."),
     ({"prompt": "q", "solution": "$\\frac{2}{3}$"}, "$\\frac{2}{3}$", ""),
@@ -106,6 +111,9 @@ def test_columns_of_other_layouts(tmp_path, row, answer, solution):
     ({"messages": [SYSTEM, *USER, {"role": "assistant", "content": "so \\boxed{5}"}]},
      [SYSTEM, *USER], "so \\boxed{5}"),
     ({"messages": USER, "answer": 5}, USER, ""),
+    # ShareGPT
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "\\boxed{5}"}]},
+     USER, "\\boxed{5}"),
 ])
 def test_prompts_given_as_messages(tmp_path, row, messages, solution):
     """verl, DAPO, TRL, chats: the messages are kept as they are, one line says so."""
@@ -123,17 +131,61 @@ def test_prompts_given_as_messages(tmp_path, row, messages, solution):
     ({"question": "Add 2.", "input": "3"}, "Add 2."),
     # SVAMP's body, which holds the numbers, was left out without a word
     *(({about: "3 nails.", "Question": "How many?"}, "3 nails.\n\nHow many?")
-      for about in ("Body", "context", "passage"))])
+      for about in ("Body", "context", "passage", "article", "story"))])
 def test_a_question_comes_with_what_it_is_about(row, question):
     assert rows.read_problem({**row, "answer": 3})["question"] == question
     (name,) = {"instruction", "question", "Question"} & set(row)
-    assert rows.read_problem({**row, "answer": 3}, name)["question"] == row[name]
+    # naming its column dropped what it is about
+    assert rows.read_problem({**row, "answer": 3}, name)["question"] == question
+    assert rows.read_problem({**row, "q": "Why?", "answer": 3}, "q")["question"] == "Why?"
+
+
+def arc(gold, *texts, **more):
+    return {"choices": {"label": ["A", "B"], "text": [*texts]}, "answerKey": gold, **more}
+
+
+@pytest.mark.parametrize("row, shown, letter", [
+    # MMLU, ARC and CommonsenseQA, AQuA, MedQA
+    ({"choices": ["1", "2", "0"], "answer": 1}, "1 2 0", "B"),
+    (arc("B", "here", "there"), "here there", "B"),
+    ({"options": ["A)21", "B)21.5"], "rationale": "So B.", "correct": "B"}, "21 21.5", "B"),
+    ({"options": {"A": "x", "B": "y"}, "answer": "y", "answer_idx": "B"}, "x y", "B"),
+    ({"options": ["red", "green"], "answer": "(B) green"}, "red green", "B"),
+    ({"options": ["red", "green"], "solution": "It is \\boxed{A}."}, "red green", "A"),
+    ({"options": ["red", "green"], "gold": {"place": 0}}, "red green", "A"),
+    # shown already, or none
+    ({"question": "Which? (A) 4 (B) 5", "options": ["4", "5"], "answer": "5"}, "", "B"),
+    ({"choices": [], "options": {}, "answer": "B"}, "", "B"),
+])
+def test_options_are_shown_and_the_gold_is_a_letter(row, shown, letter):
+    """Regression: the options were dropped without a word, and an index was the gold answer."""
+    row, named = {"question": "Which?", **row}, "gold.place" if "gold" in row else ""
+    lines = "".join(f"\n{a}. {text}" for a, text in zip("ABC", shown.split()))
+    got = rows.read_problem(row, "", named)
+    assert (got["question"], got["answer"]) == (row["question"] + lines, letter)
+
+
+@pytest.mark.parametrize("row, says", [
+    ({"choices": ["x", "y"], "answer": 2}, '"answer" is 2, which is not the letter, .* of the 2'),
+    ({"choices": ["x", "y"], "answer": "I"}, "\"answer\" is 'I', which is not"),
+    ({"choices": ["x", "x"], "answer": "x"}, "\"answer\" is 'x', which is not"),
+    # the label, or the place from 0?
+    ({"choices": {"1": "x", "2": "y"}, "answer": 1}, '"answer" is 1, which is not'),
+    ({"choices": ["x", "y"], "answer": None}, "the answer is empty"),
+    ({"options": "a ) 1 , b ) 2", "correct": "a"}, '"options" must be a list of texts'),
+    ({"options": [1, 2], "answer": 1}, '"options" must be a list of texts'),
+    (arc("A", "x"), None), (arc("A", choices={"label": 3, "text": ["x", "y"]}), "a list of"),
+])
+def test_options_that_cannot_be_told_are_refused(row, says):
+    with pytest.raises(rows.NoAnswer, match=says or '"choices" must be a list of texts'):
+        rows.read_problem({"question": "Which?", **row})
 
 
 def test_columns_by_name(tmp_path):
     row = {"q": "Why?", "question": "no", "extra": {"question": "How?", "gold": "It is\n#### 4"},
-           "answer": "7", "Result": 5, "solution": "\\boxed{8}"}
+           "answer": "7", "Result": 5, "solution": "\\boxed{8}", "A": {"B": {"c": "Who?"}}}
     assert load(tmp_path, row, "q", "result").answer == "5"
+    assert load(tmp_path, row, "A.B.c", "result").question == "Who?"
     p = load(tmp_path, row, "extra.question", "extra.gold")
     assert (p.question, p.answer, p.solution) == ("How?", "4", "\\boxed{8}")
     with pytest.raises(ValueError, match="jsonl:1: no question in qq; the row has: q, question"):
@@ -157,6 +209,8 @@ def test_json_lists(tmp_path):
 
 
 @pytest.mark.parametrize("answer, gold", [
+    # ASDiv's units, which the gold then never lost; a dozen is no unit
+    ("5 (apples)", "5 apples"), ("2 (dozen)", "2 dozen"), ("f (x)", "f (x)"), (["5"], "5"),
     (" 3/4 ", "3/4"), (12, "12"), (-3, "-3"), (0.25, "0.25"), (27.0, "27"), (1e30, "1e+30"),
     (10**400, "1" + "0" * 400), ("025", "025"), ("<3", "<3"), ("a << b", "a << b"),
     ("5225 \\text{ cubic inches}", "5225 \\text{ cubic inches}"),
@@ -203,7 +257,8 @@ FINE = {"question": "fine", "answer": "1"}
     ("[" * 100000, "recursion"),
     ("[1, 2]", r"not an object .*: \[1, 2\]"),
     ('{"answer": "1"}', "no question in question, problem, .*; the row has: answer"),
-    ('{"question": "", "answer": "1"}', "no question in"),
+    ('{"data": [{"question": "a"}]}', "no question in .*one object a line.*lines=True"),
+    ('{"question": ["a", "b"]}', '"question" must be text.*one object a line.*lines=True'),
     ('{"question": 5, "answer": "1"}', '"question" must be text, or messages'),
     ('{"prompt": [{"role": "user"}], "answer": "1"}', '"prompt" must be text, or messages with'),
     ('{"messages": [{"role": "assistant", "content": "r"}], "answer": "1"}', "end in a user turn"),
@@ -221,8 +276,12 @@ def test_broken_rows_are_refused(tmp_path, line, says):
 
 @pytest.mark.parametrize("row, says", [
     ({}, "no answer in answer, .*; the row has: question; name its column"),
-    ({"solution": None, "answer": ""}, "no answer in"),
-    ({"answer": True}, '"answer" must be text or a number, not True'),
+    ({"solution": None, "answer": ""}, "the answer is empty"),
+    ({"question": "", "answer": "1"}, "the question is empty"),
+    ({"question": float("nan"), "answer": "1"}, "the question is empty"),
+    ({"answer": True}, '"answer" must be text or a number, not True; write yes or no'),
+    ({"answer": "He has 2 left over. So it may be 3."}, '"answer" must be the gold answer alone'),
+    ({"answer": "5 it is. So the answer is 5. Or 6."}, '"answer" must be the gold answer alone'),
     ({"answer": [1, 2]}, r'"answer" must be text or a number, not \[1, 2\]'),
     ({"answer": float("-inf")}, "'-inf', which stands for no answer"),
     ({"answer": "1+1 = <<1+1=2>>2 apples"}, '"answer" must be the gold answer alone'),
@@ -248,7 +307,7 @@ def test_rows_without_a_usable_answer(tmp_path, row, says):
     path, said = write(tmp_path / "bad.jsonl", FINE, "", row, FINE, row), []
     assert len(data.load_problems(path, say=said.append)) == 2
     (line,) = said
-    assert re.search(f"bad.jsonl: left out 2 of 4 rows.*: .*bad.jsonl:3: .*{says}", line)
+    assert re.search(f"bad.jsonl: left out 2 of 4 .* question or .*: .*bad.jsonl:3: .*{says}", line)
     for kwargs in ({"split": "test"}, {"strict": True}):
         with pytest.raises(ValueError, match=f"bad.jsonl:3: .*{says}"):
             data.load_problems(path, **kwargs)
@@ -273,12 +332,28 @@ def test_what_is_said_goes_to_stderr(tmp_path, capsys):
     ("x.PARQUET", b"PAR1", r" is a parquet file.*\n.*read_parquet\('.*x.PARQUET'\).*x.jsonl'"),
     ("x.json", b"PAR1\xff", r" is a parquet file.*\n.*x.json'\)\.to_json\('.*x.json.jsonl'"),
     ("x.tsv", b"", r" is a tsv file.*\n.*read_csv\('.*x.tsv', dtype=str, sep='\\t'\).*x.jsonl'"),
+    ("x.xlsx", b"PK", r" is a xlsx file.*\n.*read_excel\('.*x.xlsx', dtype=str\)"),
+    ("x.arrow", b"ARROW1", r" is a arrow file.*\n.*read_feather\('.*x.arrow'\)"),
+    ("x.json.zst", b"", r" is a zst file.*\n.*read_json\('.*zst', lines=True.*x.json.jsonl'"),
     ("x.csv", b"question,answer\n", r" is a csv file.*\n.*read_csv\('.*x.csv', dtype=str\)"),
 ])
 def test_files_that_cannot_be_read_are_refused(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=name + says):
         data.load_problems(tmp_path / name)
+
+
+def test_files_are_known_by_their_bytes(tmp_path, monkeypatch):
+    """gzip under another name, UTF-16, and a name without a dot were refused."""
+    text = '{"question": "caf\u00e9?", "answer": "1"}\n'
+    monkeypatch.chdir(tmp_path)
+    for name, raw in (("x.json.GZ", gzip.compress(text.encode())), ("x", text.encode()),
+                      ("y.jsonl", text.encode("utf-16")), ("z.gz", gzip.compress(b"\xff"))):
+        (tmp_path / name).write_bytes(raw)
+        if name != "z.gz":
+            assert data.load_problems(name) == [Problem("caf\u00e9?", "1")]
+    with pytest.raises(ValueError, match="z.gz:1: not UTF-8"):
+        data.load_problems("z.gz")
 
 
 def test_hostile_rows_are_read_quickly(tmp_path):

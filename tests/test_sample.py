@@ -556,7 +556,8 @@ def test_command_rewards_what_it_sampled(run, monkeypatch, tmp_path):
                        torch.ones(1, 3, dtype=torch.bool))
 
     monkeypatch.setattr(sample_py, "sample", fake)
-    flags = ("--temperature=0.5", "--top_k=7", "--top_p=0.9", f"--html={tmp_path / 'group.html'}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ("--temperature=0.5", "--top_k=7", "--top_p=0.9", "--html=~/group.html")
     lines = run(*flags).splitlines()
     n, marked = str(len(rows[0])), "59[[\\n</answer><|end|>]]"
     assert [line.split()[:4] for line in lines[2:5]] == [

@@ -173,7 +173,9 @@ def test_folders_without_a_tokenizer(tmp_path):
     adapter = write(tmp_path / "adapter", spec(BYTES, []), adapter_config__json={})
     for folder, message in (("Qwen/Qwen2.5-0.5B", "hf download"), (adapter, "--adapter"),
                             (tmp_path, "no tokenizer.json"),
-                            (tmp_path / "sp", "only tokenizer.model; .* Qwen2.5")):
+                            (tmp_path / "sp", "only tokenizer.model; .* Qwen2.5"),
+                            (write(tmp_path / "slow", None, vocab__json={}, merges__txt=""),
+                             "only vocab.json and merges.txt .*AutoTokenizer.from_pretrained")):
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             Tokenizer.from_pretrained(folder)
     write(adapter, None, config__json={})  # a whole model with an adapter's file beside it

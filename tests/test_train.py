@@ -38,6 +38,7 @@ RL = ["--sft_steps=0", "--eval_problems=0"]
     (dict(overwrite=True, resume="yes"), "give one of the two"), (dict(compile="1"), "compile"),
     (dict(lora_rank=2, adapter="x"), "give one of the two"), (dict(resume="maybe"), "resume"),
     (dict(template_variables={"self": 1}), "'self' cannot be set"),
+    (dict(question_field="q"), "question_field and .* a file, and arithmetic is none"),
     (dict(prompts_per_step=3), "prompts_per_step=3 .* 2 processes"),
     (dict(sft_batch_size=5), "sft_batch_size=5 .* 2 processes")])
 def test_settings_that_cannot_work_are_refused(change, says):
@@ -334,6 +335,18 @@ def test_template_variables_reach_the_template_in_training_and_evaluation(small,
     run(tmp_path, *flags, "--steps=1", '--template_variables={"mark": "!!"}')
     run(tmp_path, "--resume", "--steps=2")  # it is kept with the run
     assert len(seen) == 4 + 2 * 2 + 4 + 2 and {bytes(prompt[-2:]) for prompt, *_ in seen} == {b"!!"}
+
+
+def test_a_line_says_that_the_template_leaves_the_system_prompt_out(small, small_folder, tmp_path):
+    """Nobody asked for the format then, without a word."""
+    shutil.copytree(small_folder / "model", tmp_path / "model")
+    flags = [*small, f"--model={tmp_path}/model", "--prompt_style=auto", *RL, "--steps=1"]
+    says = "the chat template leaves the system prompt out"
+    for template, prompt, said in (("x", "", 0), ("x", "Be brief. ", 1),
+                                   ("{{ messages[0].content | trim }}", "Be brief. ", 0)):
+        write_template(tmp_path / "model", template)
+        text = run(tmp_path, *flags, f"--system_prompt={prompt}", "--overwrite")
+        assert text.count(says) == said
 
 
 def test_an_adapters_own_tokenizer_counts_and_one_line_says_so(small, small_folder, tmp_path,

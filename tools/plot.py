@@ -18,7 +18,7 @@ import sys
 import numpy as np
 
 from eval import ks_of, mean, problem_figures, read_results
-from lib.files import read_jsonl
+from lib.files import expand_home, read_jsonl
 from lib.run import command
 
 # field of metrics.jsonl: title
@@ -158,7 +158,7 @@ def main(argv):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or a file of eval.py")
-    p.add_argument("--out", default="out/plot.png", metavar="FILE.png",
+    p.add_argument("--out", default="out/plot.png", metavar="FILE.png", type=expand_home,
                    help="default: out/plot.png")
     args = p.parse_args(argv)
     groups = {label: [read_run(path) for path in paths]
