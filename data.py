@@ -92,7 +92,7 @@ def check_choice(what, value, known, also=""):
 
 
 def check_fields(question_field, answer_field, names):
-    """ValueError if columns are named although all the data are known sets, whose are known."""
+    """ValueError if columns are named, but all data are known sets, whose columns are fixed."""
     if (question_field or answer_field) and set(names) <= {*NAMES, ""}:
         raise ValueError("question_field and answer_field name columns of a file, and "
                          f"{names[0]} is none")

@@ -372,7 +372,8 @@ def parse(argv):
     c.data = c.data or (",".join(PAPER_N) if c.preset else "")
     if not c.rescore and not (c.model and all(c.data.split(","))):
         raise ValueError("give --model and --data=NAME,NAME (or --preset=paper), or --rescore")
-    check_fields(c.question_field, c.answer_field, c.data.split(","))
+    if c.data:
+        check_fields(c.question_field, c.answer_field, c.data.split(","))
     if c.temperature == 0 and c.n != 1:
         raise ValueError("temperature 0 gives the same completion every time: add --n=1")
     if c.system_prompt == "default":

@@ -224,10 +224,10 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
                     break
                 prompts_left, members = who_goes_on(going)
                 if len(prompts_left) * members.shape[1] <= 0.8 * going.numel():
+                    steps = None  # lets go of a graph and of the memory of its step
                     cache.select(prompts_left, members)
                     rows = rows[prompts_left[:, None], members]
                     at = rows.flatten().to(device)
-                    steps = None
     if not logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, "
                          f"training has diverged, or temperature {temperature} is too small")
@@ -356,7 +356,8 @@ def main(argv):
     noise = seeded_uniforms((args.seed, "sample"), 1, args.group, L)
     print(f"sampling {args.group} completions of up to {L} tokens"
           + " (plain prompt: no chat template)" * plain
-          + f" (tokenizer and template of {args.adapter})" * tokenizer.of_adapter, file=sys.stderr, flush=True)
+          + f" (tokenizer and template of {args.adapter})" * tokenizer.of_adapter,
+          file=sys.stderr, flush=True)
     samples = sample(model, [prompt], args.group, L, args.temperature, args.top_k, args.top_p,
                      tokenizer.eos_ids, noise=noise, stop=plain_stop(tokenizer) if plain else None)
     texts = completion_texts(tokenizer, samples, [prompt], plain)[0]

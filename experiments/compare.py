@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from data import build_prompt, demonstration, load_problems
 from experiments.variants import VARIANTS
-from lib.files import read_jsonl, write_whole
+from lib.files import expand_home, read_jsonl, write_whole
 from lib.run import command
 from model import GPT
 from rewards import TAGS
@@ -220,9 +220,11 @@ def parse(argv):
     p.add_argument("--algorithms", nargs="+", choices=ALL, default=list(ALGORITHMS))
     p.add_argument("--task", choices=SETTINGS, default="arithmetic",
                    help="word_problems: a pretrained model, with config/smollm2_135m.toml")
-    p.add_argument("--model", default="", help="folder of the model for word_problems")
-    p.add_argument("--out", default="out/compare", help="folder of the runs")
-    p.add_argument("--results", default=os.path.join(ROOT, "experiments", "results.jsonl"))
+    p.add_argument("--model", default="", type=expand_home,
+                   help="folder of the model for word_problems")
+    p.add_argument("--out", default="out/compare", type=expand_home, help="folder of the runs")
+    p.add_argument("--results", type=expand_home,
+                   default=os.path.join(ROOT, "experiments", "results.jsonl"))
     a = p.parse_args(argv)
     if (a.task == "word_problems") != bool(a.model):
         p.error("--task=word_problems and --model=DIR belong together")

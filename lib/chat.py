@@ -73,8 +73,9 @@ class ChatTemplate:
             self.compiled = self.compiled or compile_template(self.source)
             template, reads = self.compiled
             for name in variables.keys() - reads:
-                raise ValueError(f"it reads no variable {name!r} (template_variables), only: "
-                                 f"{', '.join(sorted(reads))}")
+                names = ", ".join(sorted(reads - {"messages", "add_generation_prompt"}))
+                raise ValueError(f"it reads no variable {name!r} (template_variables), "
+                                 f"only: {names}")
             return template.render(given, messages=messages)
         except Exception as error:  # a template is a program, it can fail in any way
             reason = str(error) or type(error).__name__

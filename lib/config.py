@@ -131,6 +131,7 @@ def convert(kind, value, what):
         if isinstance(value, str) and kind in (bool, dict):
             value = BOOLEANS[value.lower()] if kind is bool else json.loads(value)
         elif isinstance(value, str) or (kind is float and type(value) is int):
+            # most texts are paths; one that is none hardly begins with ~/
             value = expand_home(value) if kind is str else kind(value)
         toml_value(value).encode()  # it will be written to the run's config.toml
     except (ValueError, KeyError, OverflowError, RecursionError) as e:

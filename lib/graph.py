@@ -25,8 +25,9 @@ def repeat(step, t):
         except RuntimeError as e:
             CAPTURES[t.device.type] = False
             # what ends a capture only says that something failed before
-            print("no CUDA graph, this goes on with single launches:",
-                  str(e.__context__ or e).splitlines()[0], file=sys.stderr, flush=True)
+            why = (str(e.__context__ or e) or repr(e)).splitlines()[0]
+            print(f"no CUDA graph, this goes on with single launches: {why}", file=sys.stderr,
+                  flush=True)
     while True:
         step(t)
         yield

@@ -29,7 +29,8 @@ QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "messages"
 ANSWERS = ("answer", "reward_model.ground_truth", "final_answer", "expected_answer", "ground_truth")
 SOLUTIONS = ("solution", "response", "output", "completion", "assistant")
 CHOICES = ("choices", "options")
-CHOSEN = ("answer", "answerkey", "correct", "answer_idx", "answer_index")  # a letter, index or text
+# a letter, index (from 0) or text
+CHOSEN = ("answer", "answerkey", "correct", "answer_idx", "answer_index", *ANSWERS[1:])
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 RECORDS = "a file holds one object a line (pandas: orient='records', lines=True), or a list of them"
 # A question that may want several answers. Boxes with `or` between are all of them then; else they
@@ -108,9 +109,11 @@ def read_problem(row, question_field="", answer_field=""):
     question, messages, reply = _question(row, question_field)
     if reply:
         row = {**row, "assistant": reply}
-    if not messages and _first(row, CHOICES)[0]:
-        question, letter = _choose(row, answer_field, question)
-        row, answer_field = {**row, "answer": letter}, "answer"
+    if _first(row, CHOICES)[0]:
+        shown, letter = _choose(row, answer_field, question)
+        if messages and shown != question:
+            raise NoAnswer("the messages do not show the options that the row has")
+        question, row, answer_field = shown, {**row, "answer": letter}, "answer"
     answer, solution = _answer(row, answer_field, question)
     for text in (question, answer, solution, *(m["content"] for m in messages or ())):
         text.encode()  # "\ud800" is legal JSON, but half a character: a ValueError
@@ -130,7 +133,8 @@ def _question(row, named):
         raise _nothing(row, [named] if named else QUESTIONS, "question")
     if isinstance(value, str):
         return _whole_question(row, name.lower(), value), None, ""
-    if isinstance(value, list) and all(isinstance(m, dict) and "from" in m for m in value):
+    if isinstance(value, list) and all(
+            isinstance(m, dict) and isinstance(m.get("from"), str) for m in value):
         value = [{"role": ROLES.get(m["from"], m["from"]), "content": m.get("value")}
                  for m in value]
     if not isinstance(value, list) or not all(
@@ -154,7 +158,7 @@ def _whole_question(row, name, question):
     if name == "instruction" and parts.get("input"):
         return f"{question}\n\n{parts['input']}"
     for about in ("body", "context", "passage", "article", "story"):
-        if name in ("question", "problem") and parts.get(about):
+        if name in ("question", "problem", "query", "instruction") and parts.get(about):
             return f"{parts[about]}\n\n{question}"
     return question
 
@@ -190,7 +194,8 @@ def _nothing(row, names, what):
 
 def _choose(row, named, question):
     """(question, letter of the answer) of a row with CHOICES, which the question then shows as
-    lines `A. text`. NoAnswer if they, or which of them is right, cannot be told for sure."""
+    lines `A. text`. NoAnswer if they, or which of them is right, cannot be told for sure;
+    ValueError for a place that is none of theirs: the column may count from 1."""
     column, given = _first(row, CHOICES)
     labels, texts = string.ascii_uppercase, given
     if isinstance(given, dict):  # {"label": [..], "text": [..]}, or {"A": ..}
@@ -200,21 +205,28 @@ def _choose(row, named, question):
             or not all(isinstance(x, str) and x.strip() for x in [*labels, *texts])):
         raise NoAnswer(f'"{column}" must be a list of texts, or texts by label: {given!r:.60}')
     name, gold = _first(row, [named] if named else CHOSEN)
+    if type(gold) is float and gold % 1 == 0:
+        gold = int(gold)  # pandas writes a column of places with a gap so
     if type(gold) is not int:
         gold = _text(name, gold) if name else _answer(row, named, question)[0]
+    elif not 0 <= gold < len(texts) and str(gold) not in labels:
+        raise ValueError(f'"{name}" is {gold}, the {len(texts)} of "{column}" count from 0 to '
+                         f"{len(texts) - 1}")
+    carried = [re.match(rf"\(?{re.escape(label)} ?(\)|[.:](?!\d))", text)  # AQuA: A)21
+               for label, text in zip(labels, texts)]
     found, shown, lines = [], True, ""
     for place, (label, text) in enumerate(zip(labels, texts)):
-        text = re.sub(rf"^\(?{re.escape(label)} ?[).:]", "", text).strip()  # AQuA: A)21
+        text = text[carried[place].end() if all(carried) else 0 :].strip()
         a, b = re.escape(label), re.escape(text)
         forms = rf"\(?{a}[).:]?" + rf"|(\(?{a}[).:]+ *)?{b}" * isinstance(gold, str)
         if gold == place or re.fullmatch(forms, str(gold)):
             found.append(label)
-        shown = shown and re.search(rf"\b{a}[).:\s]+{b}", question)
+        shown = shown and re.search(rf"\b{a}[).:\s]+{b}(?!\w)", question)
         lines += f"\n{label}. {text}"
     if len(found) != 1:
         raise NoAnswer(f'"{name or "solution"}" is {gold!r:.40}, which is not the letter, the text '
                        f'or the place (from 0) of one of the {len(texts)} in "{column}"')
-    return question if shown else question + lines, found[0]
+    return question if shown else f"{question}{lines}\nAnswer with the letter.", found[0]
 
 
 def _answer(row, named, question):
@@ -236,7 +248,7 @@ def _answer(row, named, question):
         solution = _text(source, worked)
     answer, solution = (_drop_calculator(text).strip() for text in (answer, solution))
     # ASDiv: 5 (apples) is 5 apples
-    answer = re.sub(r"^([-+$]*\d[\d,./]*) ?\(([A-Za-z][A-Za-z ./-]*)\)$", r"\1 \2", answer)
+    answer = re.sub(r"^([-+$]*\d[\d,./]*) \(([A-Za-z]{2}[A-Za-z ./-]*)\)$", r"\1 \2", answer)
     if re.search(r"</?(reasoning|answer)>|<think>", answer + solution):
         raise NoAnswer("answer or solution holds a tag <reasoning>, <answer> or <think>, which "
                        "would break the tagged format")

@@ -346,7 +346,7 @@ def test_command_refuses_a_file_of_other_settings(command):
     command()
     before, problems = FILE.read_bytes(), Path("p.jsonl").read_text()
     for flag, name in (("--temperature=0.5", "temperature"), ("--n=3", "data"),
-                       ("--limit=2", "data"), 
+                       ("--limit=2", "data"),
                        ('--template_variables={"x":1} --prompt_style=plain', "template_var")):
         text = command(*flag.split(), code=2)
         assert text.startswith("error: o.jsonl has other settings") and name in text

@@ -13,6 +13,7 @@ import torch
 
 import train
 from data import build_prompt, demonstration, load_problems
+from eval import EvalConfig
 from experiments import compare, report, variants
 from lib.arithmetic import make_tiny_model
 from lib.config import read_config
@@ -172,6 +173,8 @@ def test_train_takes_the_commands_of_another_task_and_rule():
     words = compare.train_command(a, "sft", None, 0)[2:]
     c = read_config(train.TrainConfig, words, bare={"resume": "yes"})[0]
     assert c.model == "DIR" and c.lora_rank == 32 and not c.adapter
+    c = read_config(EvalConfig, compare.eval_command(a, "F", 0)[2:])[0]
+    assert c.model == "DIR" and c.adapter == "F/adapter"
 
 
 # Conflict weights by hand. Ids of a good completion, a bad one, and one with advantage 0: the first

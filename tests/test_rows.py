@@ -131,10 +131,12 @@ def test_prompts_given_as_messages(tmp_path, row, messages, solution):
     ({"question": "Add 2.", "input": "3"}, "Add 2."),
     # SVAMP's body, which holds the numbers, was left out without a word
     *(({about: "3 nails.", "Question": "How many?"}, "3 nails.\n\nHow many?")
-      for about in ("Body", "context", "passage", "article", "story"))])
+      for about in ("Body", "context", "passage", "article", "story")),
+    *(({asks: "Why?", "context": "It rained."}, "It rained.\n\nWhy?")
+      for asks in ("query", "instruction"))])
 def test_a_question_comes_with_what_it_is_about(row, question):
     assert rows.read_problem({**row, "answer": 3})["question"] == question
-    (name,) = {"instruction", "question", "Question"} & set(row)
+    (name,) = {"instruction", "question", "Question", "query"} & set(row)
     # naming its column dropped what it is about
     assert rows.read_problem({**row, "answer": 3}, name)["question"] == question
     assert rows.read_problem({**row, "q": "Why?", "answer": 3}, "q")["question"] == "Why?"
@@ -149,6 +151,10 @@ def arc(gold, *texts, **more):
     ({"choices": ["1", "2", "0"], "answer": 1}, "1 2 0", "B"),
     (arc("B", "here", "there"), "here there", "B"),
     ({"options": ["A)21", "B)21.5"], "rationale": "So B.", "correct": "B"}, "21 21.5", "B"),
+    ({"choices": ["x", "y"], "answer": 1.0}, "x y", "B"),  # an index as pandas may write it
+    ({"choices": ["x", "y"], "ground_truth": 1}, "x y", "B"),
+    ({"choices": {"1": "1.5", "2": "2.7"}, "answer": "2"}, "1.5 2.7", "2"),  # 2.7 is not 2. 7
+    ({"question": "Plan A 50 or plan B 60?", "choices": ["5", "6"], "answer": "B"}, "5 6", "B"),
     ({"options": {"A": "x", "B": "y"}, "answer": "y", "answer_idx": "B"}, "x y", "B"),
     ({"options": ["red", "green"], "answer": "(B) green"}, "red green", "B"),
     ({"options": ["red", "green"], "solution": "It is \\boxed{A}."}, "red green", "A"),
@@ -160,13 +166,14 @@ def arc(gold, *texts, **more):
 def test_options_are_shown_and_the_gold_is_a_letter(row, shown, letter):
     """Regression: the options were dropped without a word, and an index was the gold answer."""
     row, named = {"question": "Which?", **row}, "gold.place" if "gold" in row else ""
-    lines = "".join(f"\n{a}. {text}" for a, text in zip("ABC", shown.split()))
+    labels = row["choices"] if letter == "2" else "ABC"
+    lines = "".join(f"\n{a}. {text}" for a, text in zip(labels, shown.split()))
+    lines += "\nAnswer with the letter." * bool(shown)
     got = rows.read_problem(row, "", named)
     assert (got["question"], got["answer"]) == (row["question"] + lines, letter)
 
 
 @pytest.mark.parametrize("row, says", [
-    ({"choices": ["x", "y"], "answer": 2}, '"answer" is 2, which is not the letter, .* of the 2'),
     ({"choices": ["x", "y"], "answer": "I"}, "\"answer\" is 'I', which is not"),
     ({"choices": ["x", "x"], "answer": "x"}, "\"answer\" is 'x', which is not"),
     # the label, or the place from 0?
@@ -175,8 +182,14 @@ def test_options_are_shown_and_the_gold_is_a_letter(row, shown, letter):
     ({"options": "a ) 1 , b ) 2", "correct": "a"}, '"options" must be a list of texts'),
     ({"options": [1, 2], "answer": 1}, '"options" must be a list of texts'),
     (arc("A", "x"), None), (arc("A", choices={"label": 3, "text": ["x", "y"]}), "a list of"),
+    ({"question": None, "prompt": [{"role": "user", "content": "Which?"}], "choices": ["x", "y"],
+      "answer": 1}, "the messages do not show the options"),
 ])
 def test_options_that_cannot_be_told_are_refused(row, says):
+    """And a place beyond the last option stops the whole file: its column may count from 1."""
+    with pytest.raises(ValueError, match="is 2, the 2 of \"choices\" count from 0 to 1") as e:
+        rows.read_problem({"question": "Which?", "choices": ["x", "y"], "answer": 2})
+    assert not isinstance(e.value, rows.NoAnswer)
     with pytest.raises(rows.NoAnswer, match=says or '"choices" must be a list of texts'):
         rows.read_problem({"question": "Which?", **row})
 
@@ -211,6 +224,7 @@ def test_json_lists(tmp_path):
 @pytest.mark.parametrize("answer, gold", [
     # ASDiv's units, which the gold then never lost; a dozen is no unit
     ("5 (apples)", "5 apples"), ("2 (dozen)", "2 dozen"), ("f (x)", "f (x)"), (["5"], "5"),
+    ("2(x-y)", "2(x-y)"), ("3 (x-y)", "3 (x-y)"),
     (" 3/4 ", "3/4"), (12, "12"), (-3, "-3"), (0.25, "0.25"), (27.0, "27"), (1e30, "1e+30"),
     (10**400, "1" + "0" * 400), ("025", "025"), ("<3", "<3"), ("a << b", "a << b"),
     ("5225 \\text{ cubic inches}", "5225 \\text{ cubic inches}"),

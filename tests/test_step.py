@@ -89,6 +89,9 @@ def test_demonstrations_of_the_demo_are_imperfect_the_others_as_they_are(small_f
         texts[data] = sorted(tokenizer.decode(ids[:-1]) for _, ids in examples)
     right = sorted(demonstration(p) for p, _ in demonstrations)
     assert texts["gsm8k"] == right and 5 < len(set(texts["arithmetic"]) & set(right)) < 50
+    # a thought that the prompt leaves open is closed first
+    run.demonstrations = [(demonstrations[0][0], tokenizer.encode("<think>"))]
+    assert tokenizer.decode(train.sft_example(run, 0)[1]).startswith("</think>\n\n<reasoning>")
 
 
 # ---- one step against a slow one -----------------------------------------------------------------
