@@ -45,7 +45,7 @@ LONGEST_ANSWER = 7  # words; what is longer is prose (three are the most in MATH
 # SHA-256 of their text.
 MATH_EMPTY_BOXES = {"34d3b36d1c419100", "641a7ef94229c8ca"}
 TO_JSONL = {"parquet": "read_parquet('%s')", "csv": "read_csv('%s', dtype=str)",
-            "xlsx": "read_excel('%s', dtype=str)", "arrow": "read_feather('%s')",
+            "xlsx": "read_excel('%s', dtype=str)",
             "zst": "read_json('%s', lines=True, dtype=False)",
             "tsv": r"read_csv('%s', dtype=str, sep='\t')"}
 
@@ -87,9 +87,9 @@ def _refuse_table(path, kind):
     if kind in TO_JSONL:
         made = re.sub(rf"(?i)\.{kind}$", "", path) + ".jsonl"
         raise ValueError(f"{path} is a {kind} file; make JSONL of it and give that (with `pip "
-                         f'install pandas pyarrow`):\n    python -c "import pandas; pandas.'
-                         f"{TO_JSONL[kind] % path}.to_json('{made}', orient='records', "
-                         'lines=True)"')
+                         "install pandas pyarrow openpyxl zstandard`):\n    python -c \"import "
+                         f"pandas; pandas.{TO_JSONL[kind] % path}.to_json('{made}', "
+                         "orient='records', lines=True)\"")
 
 
 def _parse(path, number, text):

@@ -347,7 +347,6 @@ def test_what_is_said_goes_to_stderr(tmp_path, capsys):
     ("x.json", b"PAR1\xff", r" is a parquet file.*\n.*x.json'\)\.to_json\('.*x.json.jsonl'"),
     ("x.tsv", b"", r" is a tsv file.*\n.*read_csv\('.*x.tsv', dtype=str, sep='\\t'\).*x.jsonl'"),
     ("x.xlsx", b"PK", r" is a xlsx file.*\n.*read_excel\('.*x.xlsx', dtype=str\)"),
-    ("x.arrow", b"ARROW1", r" is a arrow file.*\n.*read_feather\('.*x.arrow'\)"),
     ("x.json.zst", b"", r" is a zst file.*\n.*read_json\('.*zst', lines=True.*x.json.jsonl'"),
     ("x.csv", b"question,answer\n", r" is a csv file.*\n.*read_csv\('.*x.csv', dtype=str\)"),
 ])
