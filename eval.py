@@ -137,6 +137,12 @@ def bootstrap(problems, name):
 
 # ---- sampling ------------------------------------------------------------------------------------
 
+def check_window(window, max_new_tokens):
+    if max_new_tokens >= window:
+        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the "
+                         f"model's {window} tokens")
+
+
 def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1.0, top_p=1.0,
                     system_prompt=SYSTEM_PROMPT, prompt_style="auto", template_variables=None,
                     max_prompt_tokens=4000, seed=0, batch_prompts=0, done=(), rank=0,
@@ -147,9 +153,7 @@ def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1
     With world_size > 1 each process calls this with its rank, in the default process group,
     samples its share of every batch and is given the rows of all."""
     window, prompts = model.config.max_position_embeddings, {}
-    if max_new_tokens >= window:
-        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the "
-                         f"model's {window} tokens")
+    check_window(window, max_new_tokens)
     room = min(max_prompt_tokens, window - max_new_tokens)
     for i, problem in enumerate(problems):
         if i not in done:
@@ -413,6 +417,7 @@ def prepare(c, device):
     tokenizer = Tokenizer.from_pretrained(c.model, adapter=c.adapter or None)
     config, window = model.config.raw, model.config.max_position_embeddings
     c.max_new_tokens = c.max_new_tokens or min(1500, window // 2)
+    check_window(window, c.max_new_tokens)  # before a file is made
 
     # one prompt tells tokenizers and templates apart
     prompt = build_prompt(tokenizer, "1+1?", c.system_prompt, c.prompt_style, c.template_variables)

@@ -246,7 +246,7 @@ def main(argv):
     done = [tuple(row[name] for name in KEY) for row in rows]
     warm_ups = [("sft", None, seed) for seed in range(a.seeds)]
     runs = [(name, rate, seed) for seed in range(a.seeds)
-            for rate in a.learning_rates for name in a.algorithms]
+            for rate in dict.fromkeys(a.learning_rates) for name in dict.fromkeys(a.algorithms)]
     os.makedirs(os.path.dirname(os.path.abspath(a.results)), exist_ok=True)
     for run in tqdm([run for run in warm_ups + runs if run not in done], unit="run"):
         try:

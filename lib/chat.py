@@ -47,7 +47,8 @@ def read_template(folder):
         return template
     template = read_json(folder / "tokenizer_config.json", {}).get("chat_template")
     if isinstance(template, list):
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
+        template = next((t.get("template") for t in template
+                         if isinstance(t, dict) and t.get("name") == "default"), None)
     return template
 
 

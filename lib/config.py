@@ -16,6 +16,7 @@ from typing import get_type_hints
 
 from lib.files import expand_home, nearest
 
+PATHS = "out", "model", "adapter", "data", "eval_data", "rescore"
 EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false",
             dict: 'names with values, {"name": value} on the command line'}
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -71,7 +72,8 @@ def read_config(config_class, argv, file=None, gone={}, aliases={}, bare={}, def
         if name in aliases:
             name, _, pattern = aliases[name].partition("=")
             value = pattern.format(value)
-        return name, convert(kinds[name], value, what)
+        value = convert(kinds[name], value, what)
+        return name, expand_home(value) if name in PATHS else value
 
     found, flags = split_words(argv, alone)
     file = file or found
@@ -131,8 +133,7 @@ def convert(kind, value, what):
         if isinstance(value, str) and kind in (bool, dict):
             value = BOOLEANS[value.lower()] if kind is bool else json.loads(value)
         elif isinstance(value, str) or (kind is float and type(value) is int):
-            # most texts are paths; one that is none hardly begins with ~/
-            value = expand_home(value) if kind is str else kind(value)
+            value = kind(value)
         toml_value(value).encode()  # it will be written to the run's config.toml
     except (ValueError, KeyError, OverflowError, RecursionError) as e:
         reason = f" ({e})"

@@ -244,7 +244,10 @@ def weight_files(folder, safe_name, bin_name):
             return [path]
         index = read_json(path + ".index.json", default=None)
         if index is not None:
-            files = sorted(set(index.get("weight_map", {}).values()))
+            files = index.get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+                raise ValueError(f'{path}.index.json: "weight_map" should name each tensor\'s file')
+            files = sorted(set(files.values()))
             return [os.path.join(folder, os.path.basename(file)) for file in files]
     there = [name for name in sorted(os.listdir(folder))
              if name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth"))]

@@ -201,10 +201,12 @@ def _choose(row, named, question):
     if isinstance(given, dict):  # {"label": [..], "text": [..]}, or {"A": ..}
         labels, texts = given.get("label", [*given]), given.get("text", [*given.values()])
     if (not isinstance(labels, (str, list)) or not isinstance(texts, list)
-            or not 1 < len(texts) <= len(labels)
+            or not 1 < len(texts) <= len(set(labels))
             or not all(isinstance(x, str) and x.strip() for x in [*labels, *texts])):
         raise NoAnswer(f'"{column}" must be a list of texts, or texts by label: {given!r:.60}')
     name, gold = _first(row, [named] if named else CHOSEN)
+    if isinstance(gold, list) and len(gold) == 1:
+        gold = gold[0]
     if type(gold) is float and gold % 1 == 0:
         gold = int(gold)  # pandas writes a column of places with a gap so
     if type(gold) is not int:
@@ -212,7 +214,7 @@ def _choose(row, named, question):
     elif not 0 <= gold < len(texts) and str(gold) not in labels:
         raise ValueError(f'"{name}" is {gold}, the {len(texts)} of "{column}" count from 0 to '
                          f"{len(texts) - 1}")
-    carried = [re.match(rf"\(?{re.escape(label)} ?(\)|[.:](?!\d))", text)  # AQuA: A)21
+    carried = [re.match(rf"\(?{re.escape(label)} ?(\)|[.:]\s)(?=.)", text)  # AQuA: A)21
                for label, text in zip(labels, texts)]
     found, shown, lines = [], True, ""
     for place, (label, text) in enumerate(zip(labels, texts)):

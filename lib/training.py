@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -345,7 +346,8 @@ def begin(run):
     introduce(run)
     problem, ids = run.prompts[0]
     asked = c.model and not run.plain and not problem.messages  # the demo's template is to do so
-    if asked and run.system_prompt.strip() not in run.tokenizer.decode(ids):
+    said, shown = (re.sub(r"\W", "", x) for x in (run.system_prompt, run.tokenizer.decode(ids)))
+    if asked and said not in shown:
         run.say("note: the chat template leaves the system prompt out: nothing asks for the format "
                 "that the rewards look for; put that into the questions, or --prompt_style=plain")
     compile_where_it_pays(run.model, c.compile, run.say)

@@ -151,7 +151,9 @@ def arc(gold, *texts, **more):
     ({"choices": ["1", "2", "0"], "answer": 1}, "1 2 0", "B"),
     (arc("B", "here", "there"), "here there", "B"),
     ({"options": ["A)21", "B)21.5"], "rationale": "So B.", "correct": "B"}, "21 21.5", "B"),
-    ({"choices": ["x", "y"], "answer": 1.0}, "x y", "B"),  # an index as pandas may write it
+    ({"choices": ["1", "0"], "answer": 1.0}, "1 0", "B"),  # an index as pandas may write it
+    ({"choices": ["1", "0"], "answer": [1]}, "1 0", "B"),
+    ({"choices": ["A.D.", "B.C."], "answer": "A"}, "A.D. B.C.", "A"),  # no labels of their own
     ({"choices": ["x", "y"], "ground_truth": 1}, "x y", "B"),
     ({"choices": {"1": "1.5", "2": "2.7"}, "answer": "2"}, "1.5 2.7", "2"),  # 2.7 is not 2. 7
     ({"question": "Plan A 50 or plan B 60?", "choices": ["5", "6"], "answer": "B"}, "5 6", "B"),
@@ -176,6 +178,7 @@ def test_options_are_shown_and_the_gold_is_a_letter(row, shown, letter):
 @pytest.mark.parametrize("row, says", [
     ({"choices": ["x", "y"], "answer": "I"}, "\"answer\" is 'I', which is not"),
     ({"choices": ["x", "x"], "answer": "x"}, "\"answer\" is 'x', which is not"),
+    ({"choices": {"label": ["A", "A"], "text": ["x", "y"]}, "answer": "x"}, "a list of texts"),
     # the label, or the place from 0?
     ({"choices": {"1": "x", "2": "y"}, "answer": 1}, '"answer" is 1, which is not'),
     ({"choices": ["x", "y"], "answer": None}, "the answer is empty"),
