@@ -244,7 +244,7 @@ def weight_files(folder, safe_name, bin_name):
             return [path]
         index = read_json(path + ".index.json", default=None)
         if index is not None:
-            files = index.get("weight_map")
+            files = index.get("weight_map", {})
             if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
                 raise ValueError(f'{path}.index.json: "weight_map" should name each tensor\'s file')
             files = sorted(set(files.values()))

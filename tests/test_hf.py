@@ -222,6 +222,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (FIRST, LFS, f"{FIRST}: a Git LFS pointer.*git lfs pull"),
     (INDEX, LFS, f"{INDEX}: a Git LFS pointer"),
     (INDEX, b'{"metadata": {}}', "the weights lack 27 of 27 tensors"),
+    (INDEX, b'{"weight_map": {"a": 5}}', "should name each tensor's file"),
     (INDEX, None, f"has no weights.*; there is {FIRST}, model-00002"),
     ("config.json", None, "has no config.json"),
     ("config.json", LFS, "config.json: a Git LFS pointer"),
