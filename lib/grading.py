@@ -16,6 +16,7 @@ wrong answers does more harm than missing an odd spelling of a right one.
     same    compares the two trees
 """
 import re
+from collections import namedtuple
 from fractions import Fraction
 from functools import lru_cache, partial
 
@@ -25,8 +26,8 @@ DEEPEST = 12    # nested brackets; what lies deeper is compared as text
 
 # ---- find the boxed answer -----------------------------------------------------------------------
 
-# group 1: the brace of \boxed{, group 2: the 2 of `\boxed 2`
-BOX = re.compile(r"\\?\\(?:boxed|fbox)(?![a-zA-Z])(?:\s*(\{)|\s+([^\s{}$\\]+))?")
+BOX = re.compile(r"\\?\\(?:boxed|fbox)(?![a-zA-Z])\s*\{?")
+BARE_BOX = re.compile(r"\\?\\(?:boxed|fbox)\s+([^\s{}$\\]*[^\s{}$\\.,;])")  # \boxed 2
 # what may stand between two boxes of one answer, e.g. `, and x = `
 BETWEEN = re.compile(r"(?:[a-z]+ )?(?:[,;]|,? ?(?:and|or)(?![a-z]))? ?"
                      r"(?:[a-zA-Z](?:_\{?[0-9]\}?)? ?= ?)?")
@@ -37,6 +38,7 @@ def last_boxed(text):
     inner one of nested ones. None if there is none, or if the last one is not finished: no earlier
     one is taken instead. Boxes side by side, with a comma, `and` or `or` between them, are one
     answer: \\boxed{1} and \\boxed{2} is `1, 2`."""
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
     opened, closes = [], {}  # where open braces begin; where they close
     for m in re.finditer(r"\\.|[{}]", text, re.S):
         if m[0] == "{":
@@ -45,25 +47,23 @@ def last_boxed(text):
             closes[opened.pop()] = m.start()
     contents, word, behind = [], ", ", len(text)
     for m in reversed(list(BOX.finditer(text))):
-        end = closes.get(m.end()) if m[1] else m.end() if m[2] else None
+        end = closes.get(m.end())
         if end is None and not contents:
             return None  # not finished
-        if end is None or contents and end > behind:
-            continue
-        content = m[2].rstrip(".,;") if m[2] else text[m.end():end].strip()
-        if not content:
+        content = text[m.end():end].strip()
+        if end is None or end > behind or not content:
             continue
         if contents:
-            gap = text[end + bool(m[1]):behind]
+            gap = text[end + 1:behind]
             words = re.sub(r"\\q?quad|\\[,;: ()]|\\text|[{}$ ]+", " ", gap).split()
             if len(gap) >= 60 or "\n" in gap or not BETWEEN.fullmatch(" ".join(words)):
                 break
             word = " or " if "or" in words else word
         contents.append(content)
         behind = m.start()
-    if not contents:
-        return None
-    return word.join(contents[::-1]) if len(set(contents)) > 1 else contents[0]
+    if len(set(contents)) < 2:
+        return contents[0] if contents else None
+    return word.join(contents[::-1])
 
 
 def unboxed(text):
@@ -83,14 +83,20 @@ CURRENCIES = """USD EUR GBP JPY INR CNY RMB CAD AUD CHF NZD SGD HKD MXN BRL KRW 
 CURRENCY = rf"(?:(?i:{'|'.join(CURRENCIES.split())})|Rs\.?|(?:US|CA|AU|NZ|HK)(?=\\?\$))"
 COMMANDS = {
     "pi": "π", "infty": "∞", "cup": "∪", "in": "∈", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠",
-    "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "approx": "≈",
+    "infinity": "∞", "Pi": "π", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "approx": "≈",
     "pm": "±", "mp": "∓", "cdot": "*", "times": "*", "lbrace": "⦃", "rbrace": "⦄",
     "varnothing": "∅", "emptyset": "∅", "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac",
+    "{": "⦃", "}": "⦄",  # braces of a set, apart from those of TeX
     **dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle "
                     "degree".split(), ""),
     **dict.fromkeys("textbf textit textrm textnormal texttt textsf mathrm mathbf mathit mathsf "
                     "mbox operatorname".split(), "\\text")}
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+# what may stand before `=`: x, x_{1}, f(x), AB, area, \theta, (x,y), AB/CD
+NAME = (r"(?:(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,}"
+        r"|m?\\(?!sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac)[a-zA-Z]+)(?:_\{?\w+\}?)?'*"
+        r"(?:\([\w,]*\))?|\([A-Za-z,]+\)|[A-Z]{2}[/:][A-Z]{2}|\\overline\{[A-Z]{2}\}"
+        r"|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\})")
 # short units that may follow a number at once, as in 5cm; those that need a blank before them;
 # what may follow a slash
 GLUED = set("""L cm mm km kg mg ml mL ft in yd mi lb lbs oz hr hrs mph kph kmh sq gm st nd rd th
@@ -104,40 +110,41 @@ NO_UNITS = set("""am pm hundred thousand million billion trillion dozen half hal
     fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth squared cubed
     factorial mil bil lakh crore gross not no nor or and than more less least most to if is are
     was mod base remainder plus minus over above below north south east west up down loss debt
-    negative wrong incorrect sqrt root sin cos tan cot csc log ln exp""".split())
+    negative wrong incorrect root sin cos tan cot csc log ln exp""".split())
+
+
+def changes_value(word):
+    """Is it no unit: one of NO_UNITS, or a letter as in 6 sec x?"""
+    w = word.lower()
+    letter = len(word) == 1 and word not in GLUED | SPACED | {"a"}
+    return letter or w in NO_UNITS or w.removesuffix("s") in NO_UNITS
 
 
 def drop_unit(m, taken):
-    """A unit behind a number goes; what else stands there stays, words of NO_UNITS as written.
-    taken: the short words of the other side."""
+    """A unit behind a number goes; what else stands there stays. taken: the short words of the
+    other side."""
     link, marked, plain, power = m.groups()
-    before = m.string[max(0, m.start() - 60):m.start()]
-    words = re.findall("[A-Za-z]+", (plain or marked or "").replace(".", ""))
-    changed = any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words)
-    if changed or "sec" in words[:-1]:  # 2 sec x is no time
-        return m[0].replace("\\text{", "\\word{")
-    odd = re.search(r"[^A-Za-z ./-]", marked or "") or re.search(r"\\text\{[^{}]*\}$", before)
-    if not words or odd:
+    words = re.findall("[A-Za-z]+", (marked or plain or "").replace(".", ""))
+    if not words or any(changes_value(word) for word in words):
         return m[0]
+    known = [word in GLUED | SPACED or len(word) > 2 for word in words]
     first = words[0]
-    named = first in GLUED | SPACED or len(first) > 2
     if "/" in link:  # $5/day
         per = first.lower().removesuffix("s") in PER
-        unit = len(words) == 1 and (per or marked and named)
+        unit = len(words) == 1 and (per or marked and known[0])
     elif marked:
-        unit = named
+        unit = known[0]
     elif first in SPACED or first == "L":
         # A short plain unit may be a variable. Not when the number before it stands by itself, all
         # are known units, joined by a slash if there are two, none is squared but m (4 s^2), and
         # none is taken.
-        alone = re.search(r"(?:^|[,;∨=≈]) ?[-+]? ?[0-9][0-9.,/ ]*$", before)
-        known = all(word in GLUED | SPACED or len(word) > 2 for word in words)
+        alone = re.search(r"(?:^|[,;∨=≈]) ?[-+]? ?[0-9][0-9.,/ ]*$", m.string[:m.start()])
         one = re.fullmatch(r"[A-Za-z]+(/[A-Za-z]+)?[. ]*", plain)
         squared = power and plain.strip() != "m" and not (one and one[1])
-        unit = ((link or first == "L") and alone and known and one and not squared
+        unit = ((link or first == "L") and alone and all(known) and one and not squared
                 and not taken & set(words))
     else:
-        unit = first in GLUED or link and len(first) > 2 and len(words) < 6
+        unit = first in GLUED or link and known[0] and len(words) < 6
     return "" if unit else m[0]
 
 
@@ -145,42 +152,40 @@ def drop_unit(m, taken):
 RULES = (
     (r"</?answer>", ""),
     (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
-    (r"\\q?quad", " "),
-    # \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text
-    (r"\\([a-zA-Z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    # braces of a set, apart from those of TeX
-    (r"\\\{", "⦃"), (r"\\\}", "⦄"),
+    # pi -> \pi; \le -> ≤, \dfrac -> \frac, \left( -> (, \{ -> ⦃; \mbox{cm} -> \text{cm} -> ‹cm›
+    (r"(?<![A-Za-z\\])([pP]i|infinity|sqrt)(?![A-Za-z])", r"\\\1 "), (r"\\q?quad", " "),
+    (r"\\([a-zA-Z]+|[{}])", lambda m: COMMANDS.get(m[1], m[0])),
     (r"<=", "≤"), (r">=", "≥"), (r"(?<![0-9])!=", "≠"),
     # 10,\!000 and 10{,}000 and 10\,000 -> 10000
     (r"(?<=[0-9])(?:, ?\\!|\\[!, ]|\{,\}) ?(?=[0-9]{3}(?![0-9]))", ""),
-    # USD 5 -> 5, pi/3 -> π/3
-    (rf"(?<![A-Za-z\\])(?:\\text ?\{{ ?{CURRENCY} ?\}}|{CURRENCY})[ ~]?"
-     r"(?=\\?\$? ?[-+]?[.0-9])", ""),
-    (r"(?<![A-Za-z\\])[pP]i(?![A-Za-z])", "π"), (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", "∞"),
+    (r"\\text ?\{([^{}]*)\}", r"‹\1›"),
+    # USD 5 -> 5
+    (rf"(?<![A-Za-z\\])‹? ?{CURRENCY} ?›?[ ~]?(?=\\?\$? ?[-+]?[.0-9])", ""),
     # spacing, then $..$, \(..\), \[..\], $5 and \$5
     (r"\\!", ""), (r"\\[,;: ]|~", " "), (r"\\?\$|\\[()\[\]]", " "),
     # 5\%, 5^\circ, 5^{\text{th}} -> 5
-    (r"\\?%|\^ ?\{? ?(?:\\circ|\\text ?\{(?:st|nd|rd|th)\}) ?\}?", " "),
-    (r" +", " "), (r"\\text \{", r"\\text{"),
+    (r"\\?%|\^ ?\{? ?(?:\\circ|‹(?:st|nd|rd|th)›) ?\}?", " "),
+    (r" +", " "),
     # 1:03 P.M. -> 1:03pm
-    (r"(?i)(?<=[0-9])( ?\\text\{)? ?([ap])\.?m\b\.?",
-     lambda m: (m[1] or "") + m[2].lower() + "m"),
+    (r"(?i)(?<=[0-9]) ?‹? ?([ap])\.?m\b\.? ?›?", lambda m: m[1].lower() + "m"),
     (r"[ .,;:\\]+$", ""),  # 45. -> 45
     (r"^([A-J])\)$", r"\1"),  # B) -> B
     # 1 and 2 -> 1, 2
-    (r" ?,? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])) ?",
+    (r" ?,? ?(?:‹[ ,]*(and|or) ?›|(?<![A-Za-z\\])(and|or)(?![A-Za-z])) ?",
      lambda m: "∨" if "or" in m.groups() else ", "),
     # 5 cm, $5/day, 5 \text{ apples}, each where an element of the answer ends
-    (r"(?<=[0-9}π])( ?/? ?)(?:\\text\{([^{}]*)\}|([A-Za-z][A-Za-z./ -]*))( ?\^ ?\{?[23]\}?)?"
+    (r"(?<=[0-9}π])( ?/? ?)(?:‹([A-Za-z ./^23-]*)›|([A-Za-z][A-Za-z./ -]*))( ?\^ ?\{?[23]\}?)?"
      r"(?= ?(?:[,;∨)\]⦄=<>≤≥≈]|$))", drop_unit),
-    (r"\\text\{([^{}]*)\}", r" \1 "),  # \text{Even} -> Even
-    # sqrt(3) -> \sqrt{3}
-    (r"(?<![A-Za-z\\])sqrt", r"\\sqrt "), (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\text\{([^{}]*)\}|[‹›]", r" \1 "),  # ‹Even› -> Even; what is left of \text in \text
+    (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     # 2,125 -> 2125, but (2,125) is a pair
     (r"^[^(\[⦃{][^(\[⦃]*$", lambda m: THOUSANDS.sub(lambda n: n[0].replace(",", ""), m[0])),
     # no blanks, except between two digits
     (r" +", " "), (r"(?<![0-9.]) | (?![0-9.])", ""),
-    (r"(?<=[0-9A-Za-zπ)}])\*(?=[A-Za-zπ(]|\\(?!frac))(?![eE][0-9])", ""),  # 2*x -> 2x
+    # x≈5 -> x=5, x=1/3≈0.33 -> x=1/3: the exact value counts
+    (rf"(^|[,;∨])({NAME})?≈", r"\1\2="), (r"≈[^,;∨)\]⦄}]*|^=", ""),
+    (r"(?<![\w.])([0-9.]+)[eE]([+-]?[0-9]+)(?![\w.])", r"\1*10^{\2}"),  # 5e3
+    (r"(?<=[0-9A-Za-zπ)}])\*(?=[A-Za-zπ(]|\\(?!frac))", ""),  # 2*x -> 2x
     (r"-\(-([0-9.]+)\)", r"+\1"),  # - (-1) -> +1
     # x/(x+1) -> \frac{x}{x+1}
     (r"(?<![\w^_})!.\\])(?:([0-9A-Za-zπ]+)|\(([^()]*)\))/\(([^()]*)\)(?![\w^!({\\])",
@@ -260,15 +265,13 @@ def braced(text):
     return "".join(out).replace("} ", "}")
 
 
-# ---- parse: a tree of (kind, children) -----------------------------------------------------------
+# ---- parse ---------------------------------------------------------------------------------------
 
-# what may stand before `=`: x, x_{1}, f(x), AB, area, \theta, (x,y), AB/CD
-NAME = re.compile(
-    r"(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,}"
-    r"|m?\\(?!sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac)[a-zA-Z]+)(?:_\{\w+\})?'*(?:\([\w,]*\))?"
-    r"|\([A-Za-z,]+\)|[A-Z]{2}[/:][A-Z]{2}|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}|\\overline\{[A-Z]{2}\}")
-NUMBER = re.compile(r"10\^\{([+-]?[0-9]+)\}"
-                    r"|([0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]([+-]?[0-9]+)|\*10\^\{([+-]?[0-9]+)\})?")
+# name: what stands before `=`, else "". children: trees; of a sum its terms, (text, Fraction) each
+Tree = namedtuple("Tree", "name kind children")
+
+DIGITS = r"[0-9]+\.?[0-9]*|\.[0-9]+"
+NUMBER = re.compile(rf"(?:({DIGITS})\*)?10\^\{{([+-]?[0-9]+)\}}|({DIGITS})")
 # no rule for terms in these: compared as text
 OPAQUE = re.compile(r"[|±∓¶&]|\\(?:begin|[lr]floor|[lr]ceil|sum|int|lim|p?mod)(?![a-zA-Z])")
 # a number before this multiplies it; not so in 2^{9}, 101_{2}, 5!, 1:2
@@ -278,11 +281,12 @@ GROUP = r"(?:\(([^(),;]*)\)(\^\{[^{}]*\})?)"
 
 
 def split(text, separators):
-    """Parts of text between the separators that stand outside all brackets; those separators."""
+    """Parts of text between the separators that stand outside all brackets; those separators. A
+    sign that belongs to a number is none: -5, 3/-4."""
     parts, found, depth, begin = [], [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{⦃") - (c in ")]}⦄")
-        if depth == 0 and c in separators:
+        if depth == 0 and c in separators and not (c in "+-" and text[i - 1:i] in "*/^_+-"):
             parts.append(text[begin:i])
             found.append(c)
             begin = i + 1
@@ -305,109 +309,96 @@ def parse(s, depth=0):
     def children(parts):
         return [parse(p, depth + 1) for p in parts]
 
-    if depth > DEEPEST or not s:
-        return "text", s
+    if depth > DEEPEST:
+        return leaf(s)
     parts, found = split(s, "∪")
     if found:
-        return ("∪", children(parts)) if all(parts) else ("text", s)
+        return Tree("", "∪", children(parts)) if all(parts) else leaf(s)
     parts, found = split(s, ",;∨")
     if found and not all(parts):
-        return "text", s
+        return leaf(s)
     if found:
-        items = children(grouped(s, parts, found))
+        groups = split(s, ";∨")[0]
+        if "," in found and len({len(split(group, ",")[0]) for group in groups}) == 1 < len(groups):
+            parts = [f"({group})" for group in groups]  # 1,2;3,4 and 1,2∨3,4 are lists of pairs
+        items = children(parts)
         if "∨" in found and all(same(items[0], item) for item in items[1:]):  # x+1 or 1+x
             return items[0]
         return listed("or" if "∨" in found else "list", items)
-    parts, found = split(s, "=<>≤≥≠∈≈")
+    parts, found = split(s, "=<>≤≥≠∈")
     if found:
-        return relation(parts, found, depth + 1)
-    if s[0] in "([{⦃" and closing(s) == len(s) - 1:
+        return relation(parts, found, depth + 1) if all(parts) else leaf(s)
+    if s and s[0] in "([{⦃" and closing(s) == len(s) - 1:
         kind = s[0] + s[-1]
         parts, found = split(s[1:-1], ",;")
         if kind == "{}" or kind == "()" and not found:  # (5) is 5
             return parse(s[1:-1], depth + 1)
         if kind == "⦃⦄":
-            return "set", children(parts)
-        return listed(kind, children(parts)) if all(parts) else ("text", s)
+            return Tree("", "set", children(parts))
+        return listed(kind, children(parts)) if all(parts) else leaf(s)
     m = re.fullmatch(r"\\begin\{([pbvBV]?)matrix\}(.*)\\end\{\1matrix\}", s)
     if m and "\\begin" not in m[2]:
-        rows = [("row", children(split(row, "&")[0])) for row in m[2].strip("¶").split("¶")]
-        return "determinant" if m[1] in ("v", "V") else "matrix", rows
+        rows = [Tree("", "row", children(split(row, "&")[0])) for row in m[2].strip("¶").split("¶")]
+        return Tree("", "determinant" if m[1] in ("v", "V") else "matrix", rows)
     if s.count("±") == 1 and "∓" not in s:
-        return "or", children([s.replace("±", sign) for sign in "+-"])
-    return "sum", sorted(terms(s, depth))
+        return Tree("", "or", children([s.replace("±", sign) for sign in "+-"]))
+    if s.isalpha() and len(s) > 2:  # Even is even
+        return leaf(s.lower())
+    return Tree("", "sum", sorted(terms(s, depth)))
 
 
-def grouped(s, parts, found):
-    """Parts of a list; 1,2;3,4 and 1,2∨3,4 are lists of pairs."""
-    groups = split(s, ";∨")[0]
-    sizes = {len(split(group, ",")[0]) for group in groups}
-    if "," in found and len(groups) > 1 and len(sizes) == 1:
-        return [f"({group})" for group in groups]
-    return parts
+def leaf(text):
+    return Tree("", "sum", [(text or "nothing", Fraction(1))])
 
 
 def listed(kind, items):
     """A list or tuple. x=1, x=2 and x=1, 2 are alternatives for x, in any order; y=2, x=1 goes by
     the order of the names: x=1, y=2."""
-    names = [item[0] if item[0].startswith("name ") else "" for item in items]
-    ranges = any(item[1][0][0][0] in "([" for name, item in zip(names, items) if name)
+    names = [item.name for item in items]
+    ranges = any(item.name and item.kind[0] in "([" for item in items)
     one_name = names[0] and set(names[1:]) <= {names[0], ""}
     if one_name and (kind == "or" or kind == "list" and not ranges):
-        values = [item[1][0] if name else item for name, item in zip(names, items)]
-        return names[0], [("or", values)]
+        return Tree(names[0], "or", [item._replace(name="") for item in items])
     if all(names) and len(set(names)) == len(names):
-        items = sorted(items, key=lambda item: item[0])
-    return kind, items
+        items = sorted(items, key=lambda item: item.name)
+    return Tree("", kind, items)
 
 
 def relation(parts, ops, depth):
     """x = 5 is 5 with a name; (x,y) = (1,2) is (x = 1, y = 2); x > 5 is (5,∞), a < x < b is (a,b);
-    x = 1/3 ≈ 0.33 is x = 1/3; 2+3 = 5 is 5."""
-    if "≈" in ops:
-        i = ops.index("≈")
-        if i == 0 and (not parts[0] or NAME.fullmatch(parts[0])):  # x ≈ 5, ≈ 5
-            ops[0] = "="
-        else:  # the exact value counts
-            parts, ops = parts[:i + 1], ops[:i]
-    if parts[0] == "" and ops[:1] == ["="]:
-        parts, ops = parts[1:], ops[1:]
-    if not ops:
-        return parse(parts[0], depth)
-    if not all(parts):
-        return "text", "".join(p + o for p, o in zip(parts, ops + [""]))
-    if set(ops) == {"="} and len(ops) > 1 and value(parts[-1]) is not None:  # x = 2+3 = 5
+    2+3 = 5 is 5."""
+    if set(ops) == {"="} and value(parts[-1]) is not None:  # x = 2+3 = 5
         parts, ops = [parts[0], parts[-1]], ["="]
-    tree = equation(parts, depth) if ops in (["="], ["∈"]) else None
-    if tree:
-        return tree
     if set(ops) <= set(">≥"):
         parts, ops = parts[::-1], ["<" if op == ">" else "≤" for op in ops[::-1]]
+    tree = equation(*parts, depth) if ops in (["="], ["∈"]) else None
+    if tree:
+        return tree
     if len(ops) == 1 and ops[0] in "=<≤≠":
         return one_sided(*parts, ops[0])
-    if len(ops) == 2 and set(ops) <= set("<≤") and NAME.fullmatch(parts[1]):
+    if len(ops) == 2 and set(ops) <= set("<≤") and re.fullmatch(NAME, parts[1]):
         kind = ("(" if ops[0] == "<" else "[") + (")" if ops[1] == "<" else "]")
-        return "name " + parts[1], [(kind, [parse(parts[0], depth), parse(parts[2], depth)])]
-    return "".join(ops), [parse(p, depth) for p in parts]
+        return Tree(parts[1], kind, [parse(parts[0], depth), parse(parts[2], depth)])
+    return Tree("", "".join(ops), [parse(p, depth) for p in parts])
 
 
-def equation(parts, depth):
+def equation(left, right, depth):
     """The tree of `name = something` or of `2+3 = 5`, which is 5; None for any other equation."""
-    left, right = parts
-    if not NAME.fullmatch(left) and NAME.fullmatch(right):
+    if not re.fullmatch(NAME, left) and re.fullmatch(NAME, right):
         left, right = right, left
-    tree, names = parse(right, depth), re.findall("[A-Za-z]+", left)
-    pair = re.fullmatch(r"\([A-Za-z]+(,[A-Za-z]+)+\)", left)
-    if pair and tree[0] == "()" and len(tree[1]) == len(names):
-        return listed("()", [("name " + name, [child]) for name, child in zip(names, tree[1])])
-    if NAME.fullmatch(left):
-        return "name " + left, [tree]
-    result = value(right)
-    if result is None or value(left) not in (None, result):
-        return None
+    tree = parse(right, depth)
+    if re.fullmatch(NAME, left):
+        names = left.strip("()").split(",")
+        if left[0] != "(" or tree.kind != "()" or len(tree.children) != len(names):
+            return tree._replace(name=left)
+        parts = zip(tree.children, names)
+        return listed("()", [child._replace(name=name) for child, name in parts])
     bare = re.sub(r"\\[a-zA-Z]+|e(?=\^)|i(?=π)", "", left)
     is_number = re.search("[0-9π]", bare) and not re.search("[A-Za-z]", bare)  # not so 7 = x+2
-    return tree if is_number else None
+    result = value(right)
+    if is_number and result is not None and value(left) in (None, result):
+        return tree
+    return None
 
 
 def one_sided(left, right, op):
@@ -416,25 +407,26 @@ def one_sided(left, right, op):
     side = terms(left) + [(text, -c) for text, c in terms(right)]
     side = sorted((text, c) for text, c in side if c)
     if not side:
-        return "sum" + op, []
+        return Tree("", "sum" + op, [])
     name, c = side[-1]
     unknowns = [text for text, _ in side if text]
-    if op in "<≤" and unknowns == [name] and len(side) < 3 and NAME.fullmatch(name):
-        end = "sum", [("", -side[0][1] / c)] if len(side) == 2 else terms("0")
-        kind = "()" if op == "<" else "(]" if c > 0 else "[)"
-        return "name " + name, [(kind, [parse("-∞"), end] if c > 0 else [end, parse("∞")])]
+    if op in "<≤" and unknowns == [name] and len(side) < 3 and re.fullmatch(NAME, name):
+        end = Tree("", "sum", [("", -side[0][1] / c if len(side) == 2 else Fraction(0))])
+        if c > 0:
+            return Tree(name, "()" if op == "<" else "(]", [parse("-∞"), end])
+        return Tree(name, "()" if op == "<" else "[)", [end, parse("∞")])
     scale = side[0][1] if op in "=≠" else abs(side[0][1])
-    return "sum" + op, [(text, c / scale) for text, c in side]
+    return Tree("", "sum" + op, [(text, c / scale) for text, c in side])
 
 
 def number(s):
     """The number at the start of s and the rest: (Fraction, rest), or (None, s). ASCII digits;
-    5 .5 5. 5e3 5*10^{3} 10^{3}, none huge."""
+    5 .5 5. 5*10^{3} 10^{3}, none huge."""
     m = NUMBER.match(s)
-    exponent = m and (m[1] or m[3] or m[4]) or "0"
+    exponent = m and m[2] or "0"
     if not m or m.end() > 400 or len(exponent) > 4 or abs(int(exponent)) > 400:
         return None, s
-    return Fraction(m[2] or "1") * Fraction(10) ** int(exponent), s[m.end():]
+    return Fraction(m[1] or m[3] or 1) * Fraction(10) ** int(exponent), s[m.end():]
 
 
 def value(s, depth=0):
@@ -447,76 +439,54 @@ def value(s, depth=0):
 def terms(s, depth=0):
     """The terms of a sum, (text, coefficient) each: 2x-\\frac{3π}{4} is ("x", 2), ("π", -3/4).
     A number has the text "". Nothing is added up."""
-    text = s.lower() if s.isalpha() and len(s) > 2 else s or "nothing"  # Even is even
-    whole = [(text, Fraction(1))]
-    if not s or s.isalpha() or depth > DEEPEST or OPAQUE.search(s):
-        return whole
     parts, signs = split(s, "+-")
-    pieces = parts[:1]
-    for sign, part in zip(signs, parts[1:]):
-        before = pieces[-1]
-        exponent = re.search("[0-9.][eE]$", before) and re.match("[0-9]", part)
-        if not before or before[-1] in "*/^_+-" or exponent:
-            pieces[-1] += sign + part
-        else:
-            pieces.append(sign + part)
-    found = []
-    for piece in pieces:
-        body = piece[piece[0] in "+-":]
-        if not body:
-            return whole
-        sign = -1 if piece[0] == "-" else 1
-        found += [(text, sign * c) for text, c in term(body, depth + 1)]
-    return found
+    if s[:1] in ("+", "-"):
+        parts[0], signs = parts[0][1:], [s[0], *signs]
+    else:
+        signs = ["+", *signs]
+    if not all(parts) or depth > DEEPEST or OPAQUE.search(s):
+        return [(s or "nothing", Fraction(1))]
+    return [(text, -c if sign == "-" else c)
+            for sign, part in zip(signs, parts) for text, c in term(part, depth + 1)]
 
 
 def term(s, depth):
-    """The terms of one unsigned term: a number, a fraction, a mixed number, a number times text,
-    or a sum over a number. What no rule reads is text."""
-    as_text = [(arguments(s, depth), Fraction(1))]
+    """The terms of one unsigned term: a number, a mixed number, a number times text, or a sum over
+    a number. What no rule reads is text."""
+    m = re.fullmatch(r"([^/ ]+)/(-?[0-9.]{1,99})", s)
+    if m and not re.search(r"\\(?!sqrt|frac)", m[1]):  # 3/4, \sqrt{2}/2, (1+\sqrt{5})/2
+        bracket = m[1][0] == "(" and closing(m[1]) == len(m[1]) - 1
+        s = f"\\frac{{{m[1][1:-1] if bracket else m[1]}}}{{{m[2]}}}"
     c, rest = number(s)
-    k = Fraction(1) if c is None else c
-    if c is not None and not rest:
+    if not rest:
         return [("", c)]
-    if c is not None and (m := re.fullmatch(r" ([0-9]{1,99}/[0-9]{1,99})|(\\frac.*)", rest)):
-        part = value(m[1] or m[2], depth)
-        if part is not None:  # 3 1/2, 3\frac{1}{2}
-            return [("", c + part)] if c.denominator == 1 and 0 < part < 1 else as_text
-    if rest.startswith("\\frac{"):
-        found = fraction(c, rest, depth)
-        if found is not None:
-            return found or as_text
-    elif c is not None and not MULTIPLE.match(rest):
-        m = re.fullmatch(r"/(-?)(.+)", rest)  # 3/4, 3/-4
-        d, tail = number(m[2]) if m else (None, "")
-        return [("", c / (-d if m[1] else d))] if d and not tail else as_text
-    m = re.fullmatch(r"([^/]+)/([0-9]{1,99})", rest)
-    if m and int(m[2]) and not re.search(r"\\(?!sqrt|frac)", m[1]):  # \sqrt{2}/2, (1+\sqrt{5})/2
-        top = [(factors(m[1], depth), Fraction(1))]
-        if m[1][0] == "(" and closing(m[1]) == len(m[1]) - 1:
-            top = terms(m[1][1:-1], depth)
-        return [(text, k * a / int(m[2])) for text, a in top]
-    return [(factors(rest, depth), k)]
-
-
-def fraction(c, s, depth):
-    """The terms of the number c (or None) times s, which begins with \\frac{; [] if they are no
-    such thing, None if they are those of any factor."""
-    i = closing(s, 5)
-    j = closing(s, i + 1) if s[i + 1:i + 2] == "{" else -1
-    if j < 0 or s[i] + s[j] != "}}":
-        return []
     k = Fraction(1) if c is None else c
-    top, d, tail = terms(s[6:i], depth), value(s[i + 2:j], depth), s[j + 1:]
-    if d and len(top) == 1 and top[0][0] == "":  # \frac{3}{4}π
-        fine = c is None and (not tail or MULTIPLE.match(tail))
-        return [(factors(tail, depth), top[0][1] / d)] if fine else []
-    if d and not tail:  # \frac{1+\sqrt{5}}{2}
+    m = re.fullmatch(r" ([0-9]{1,99}/[0-9]{1,99})|(\\frac.*)", rest)
+    part = value(m[1] or m[2], depth) if m and c is not None else None
+    if part is not None and c.denominator == 1 and 0 < part < 1:  # 3 1/2, 3\frac{1}{2}
+        return [("", c + part)]
+    top, bottom, tail = fraction(rest, depth)
+    d = value(bottom, depth) if top else None
+    number_on_top = top and len(top) == 1 and top[0][0] == ""
+    if d and not tail and (c is None or not number_on_top):  # \frac{1+\sqrt{5}}{2}
         return [(text, k * a / d) for text, a in top]
-    if len(top) == 1 and top[0][1] != 1 and not tail:  # \frac{-2x}{y}
+    if d and number_on_top and c is None and MULTIPLE.match(tail):  # \frac{3}{4}π
+        return [(factors(tail, depth), top[0][1] / d)]
+    if top and not d and not tail and len(top) == 1:  # \frac{-2x}{y}
         text, a = top[0]
-        return [(factors(f"\\frac{{{text or '1'}}}{s[i + 1:]}", depth), k * a)]
-    return None
+        return [(factors(f"\\frac{{{text or 1}}}{{{bottom}}}", depth), k * a)]
+    if c is None or MULTIPLE.match(rest) or top and not number_on_top:
+        return [(factors(rest, depth), k)]
+    return [(arguments(s, depth), Fraction(1))]
+
+
+def fraction(s, depth):
+    """Of \\frac{top}{bottom}tail the terms of the top, the bottom, the tail."""
+    i = closing(s, 5) if s.startswith("\\frac{") else -1
+    j = closing(s, i + 1) if s[i:i + 2] == "}{" else -1
+    if j < 0 or s[j] != "}":
+        return None, "", s
+    return terms(s[6:i], depth), s[i + 2:j], s[j + 1:]
 
 
 def written(s, depth):
@@ -524,7 +494,7 @@ def written(s, depth):
     sum stays."""
     found = sorted(terms(s, depth))
     if len(found) == 1 and found[0][1] == 1:
-        return found[0][0] if s and not s.isalpha() else s
+        return found[0][0] or "1"
     return "+".join(f"{c}·{text}" for text, c in found)
 
 
@@ -555,23 +525,22 @@ def same(a, b):
     """Are two trees equal? Child by child; sets, unions and alternatives in any order. A name
     (`x =`) on one side is dropped, two names must agree. A list is a tuple when its parts have
     names: x=1, y=2 is (1,2)."""
-    if a[0].startswith("name ") and b[0].startswith("name ") and a[0] != b[0]:
+    if a.name and b.name and a.name != b.name:
         return False
-    a, b = (t[1][0] if t[0].startswith("name ") else t for t in (a, b))
-    if a == b:
+    if a[1:] == b[1:]:
         return True
-    kinds = {a[0], b[0]}
-    named = any(t[0] in ("list", "()") and all(part[0].startswith("name ") for part in t[1])
-                for t in (a, b))
+    kinds = {a.kind, b.kind}
+    if a.kind.startswith("sum") or b.kind.startswith("sum"):
+        return False
+    named = any(t.kind in ("list", "()") and all(part.name for part in t.children) for t in (a, b))
     choice = "or" in kinds and kinds <= {"or", "list", "set"} and not named
     if kinds == {"set"} or kinds <= {"or", "∪"} or choice:
         return all(any(same(x, y) for y in others)
-                   for some, others in ((a[1], b[1]), (b[1], a[1])) for x in some)
-    if a[0].startswith("sum") or a[0] == "text" or isinstance(b[1], str):
+                   for some, others in ((a.children, b.children), (b.children, a.children))
+                   for x in some)
+    if len(kinds) == 2 and kinds != {"set", "list"} and not (named and kinds == {"list", "()"}):
         return False
-    if a[0] != b[0] and kinds != {"set", "list"} and not (named and kinds == {"list", "()"}):
-        return False
-    return len(a[1]) == len(b[1]) and all(same(x, y) for x, y in zip(a[1], b[1]))
+    return len(a.children) == len(b.children) and all(map(same, a.children, b.children))
 
 
 # What rows and models write where there is no answer. Not among them is what answers a question:
