@@ -83,8 +83,8 @@ CURRENCIES = """USD EUR GBP JPY INR CNY RMB CAD AUD CHF NZD SGD HKD MXN BRL KRW 
 CURRENCY = rf"(?:(?i:{'|'.join(CURRENCIES.split())})|Rs\.?|(?:US|CA|AU|NZ|HK)(?=\\?\$))"
 COMMANDS = {
     "pi": "π", "infty": "∞", "cup": "∪", "in": "∈", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠",
-    "infinity": "∞", "Pi": "π", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "approx": "≈",
-    "pm": "±", "mp": "∓", "cdot": "*", "times": "*", "lbrace": "⦃", "rbrace": "⦄",
+    "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "approx": "≈",
+    "infinity": "∞", "Pi": "π", "pm": "±", "mp": "∓", "cdot": "*", "times": "*", "lbrace": "⦃", "rbrace": "⦄",
     "varnothing": "∅", "emptyset": "∅", "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac",
     "{": "⦃", "}": "⦄",  # braces of a set, apart from those of TeX
     **dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle "
@@ -113,38 +113,32 @@ NO_UNITS = set("""am pm hundred thousand million billion trillion dozen half hal
     negative wrong incorrect root sin cos tan cot csc log ln exp""".split())
 
 
-def changes_value(word):
-    """Is it no unit: one of NO_UNITS, or a letter as in 6 sec x?"""
-    w = word.lower()
-    letter = len(word) == 1 and word not in GLUED | SPACED | {"a"}
-    return letter or w in NO_UNITS or w.removesuffix("s") in NO_UNITS
-
-
 def drop_unit(m, taken):
-    """A unit behind a number goes; what else stands there stays. taken: the short words of the
-    other side."""
+    """A unit behind a number goes; what else stands there stays, marked words of NO_UNITS with
+    their mark. taken: the short words of the other side."""
     link, marked, plain, power = m.groups()
     words = re.findall("[A-Za-z]+", (marked or plain or "").replace(".", ""))
-    if not words or any(changes_value(word) for word in words):
-        return m[0]
+    if any({w.lower(), w.lower().removesuffix("s")} & NO_UNITS for w in words):
+        return m[0].replace("‹", "«")
     known = [word in GLUED | SPACED or len(word) > 2 for word in words]
-    first = words[0]
+    first = words[0] if words else ""
     if "/" in link:  # $5/day
         per = first.lower().removesuffix("s") in PER
         unit = len(words) == 1 and (per or marked and known[0])
-    elif marked:
-        unit = known[0]
-    elif first in SPACED or first == "L":
+    elif first in SPACED | {"L"} and not marked:
         # A short plain unit may be a variable. Not when the number before it stands by itself, all
         # are known units, joined by a slash if there are two, none is squared but m (4 s^2), and
         # none is taken.
         alone = re.search(r"(?:^|[,;∨=≈]) ?[-+]? ?[0-9][0-9.,/ ]*$", m.string[:m.start()])
         one = re.fullmatch(r"[A-Za-z]+(/[A-Za-z]+)?[. ]*", plain)
-        squared = power and plain.strip() != "m" and not (one and one[1])
-        unit = ((link or first == "L") and alone and all(known) and one and not squared
-                and not taken & set(words))
+        may_be_squared = first == "m" or one and one[1]
+        unit = (alone and all(known) and one and (link or first == "L")
+                and (may_be_squared or not power) and not taken & set(words))
+    elif words and (marked or link):  # not 6 sec x
+        letters = [word for word in words if len(word) == 1 and word not in SPACED | {"a"}]
+        unit = known[0] and (marked or len(words) < 6 and not letters)
     else:
-        unit = first in GLUED or link and known[0] and len(words) < 6
+        unit = first in GLUED
     return "" if unit else m[0]
 
 
@@ -152,13 +146,13 @@ def drop_unit(m, taken):
 RULES = (
     (r"</?answer>", ""),
     (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
-    # pi -> \pi; \le -> ≤, \dfrac -> \frac, \left( -> (, \{ -> ⦃; \mbox{cm} -> \text{cm} -> ‹cm›
+    # pi -> \pi; \le -> ≤, \dfrac -> \frac, \left( -> (, \mbox -> \text, \{ -> ⦃
     (r"(?<![A-Za-z\\])([pP]i|infinity|sqrt)(?![A-Za-z])", r"\\\1 "), (r"\\q?quad", " "),
     (r"\\([a-zA-Z]+|[{}])", lambda m: COMMANDS.get(m[1], m[0])),
     (r"<=", "≤"), (r">=", "≥"), (r"(?<![0-9])!=", "≠"),
     # 10,\!000 and 10{,}000 and 10\,000 -> 10000
     (r"(?<=[0-9])(?:, ?\\!|\\[!, ]|\{,\}) ?(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\text ?\{([^{}]*)\}", r"‹\1›"),
+    (r"\\text ?\{([^{}]*)\}", r"‹\1›"),  # \text{cm} -> ‹cm›
     # USD 5 -> 5
     (rf"(?<![A-Za-z\\])‹? ?{CURRENCY} ?›?[ ~]?(?=\\?\$? ?[-+]?[.0-9])", ""),
     # spacing, then $..$, \(..\), \[..\], $5 and \$5
@@ -167,7 +161,7 @@ RULES = (
     (r"\\?%|\^ ?\{? ?(?:\\circ|‹(?:st|nd|rd|th)›) ?\}?", " "),
     (r" +", " "),
     # 1:03 P.M. -> 1:03pm
-    (r"(?i)(?<=[0-9]) ?‹? ?([ap])\.?m\b\.? ?›?", lambda m: m[1].lower() + "m"),
+    (r"(?i)(?<=[0-9])( ?‹)? ?([ap])\.?m\b\.?", lambda m: (m[1] or "") + m[2].lower() + "m"),
     (r"[ .,;:\\]+$", ""),  # 45. -> 45
     (r"^([A-J])\)$", r"\1"),  # B) -> B
     # 1 and 2 -> 1, 2
