@@ -16,7 +16,6 @@ give the same verdict every time. Pass the completion alone, never the prompt (i
 the tags). `python rewards.py` prints a table of hard cases.
 """
 import argparse
-import re
 
 from lib.grading import answers_equal, is_empty, last_boxed, print_table, unboxed
 
@@ -83,14 +82,10 @@ def extract_answer(text):
     A number found elsewhere is never taken, nor what stands in a thought, nor a box in the
     reasoning: before </reasoning>, or in a block that never ends."""
     text = after_thought(text)
-    block, begin = None, None
-    for tag in re.finditer("</?answer>", text):
-        if tag[0] == "<answer>":
-            begin = tag.end()
-        elif begin is not None:
-            block, begin = text[begin:tag.start()], None
-    if block is not None:
-        return unboxed(block)
+    begun = text.split("<answer>")[1:]
+    blocks = [part.partition("</answer>")[0] for part in begun if "</answer>" in part]
+    if blocks:
+        return unboxed(blocks[-1])
     said = text.rpartition("</reasoning>")[2]
     return None if "<reasoning>" in said else last_boxed(said)
 

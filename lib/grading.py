@@ -84,9 +84,10 @@ CURRENCY = rf"(?:(?i:{'|'.join(CURRENCIES.split())})|Rs\.?|(?:US|CA|AU|NZ|HK)(?=
 COMMANDS = {
     "pi": "π", "infty": "∞", "cup": "∪", "in": "∈", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠",
     "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "approx": "≈",
-    "infinity": "∞", "Pi": "π", "pm": "±", "mp": "∓", "cdot": "*", "times": "*", "lbrace": "⦃", "rbrace": "⦄",
+    "infinity": "∞", "Pi": "π", "pm": "±", "mp": "∓", "cdot": "*", "times": "*",
     "varnothing": "∅", "emptyset": "∅", "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac",
-    "{": "⦃", "}": "⦄",  # braces of a set, apart from those of TeX
+    # braces of a set, apart from those of TeX
+    "{": "⦃", "}": "⦄", "lbrace": "⦃", "rbrace": "⦄",
     **dict.fromkeys("left right big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle "
                     "degree".split(), ""),
     **dict.fromkeys("textbf textit textrm textnormal texttt textsf mathrm mathbf mathit mathsf "
@@ -276,11 +277,12 @@ GROUP = r"(?:\(([^(),;]*)\)(\^\{[^{}]*\})?)"
 
 def split(text, separators):
     """Parts of text between the separators that stand outside all brackets; those separators. A
-    sign that belongs to a number is none: -5, 3/-4."""
+    sign at the beginning or behind an operator is none: -5, 3/-4."""
     parts, found, depth, begin = [], [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{⦃") - (c in ")]}⦄")
-        if depth == 0 and c in separators and not (c in "+-" and text[i - 1:i] in "*/^_+-"):
+        sign = c in "+-" and (i == 0 or text[i - 1] in "*/^_+-")
+        if depth == 0 and c in separators and not sign:
             parts.append(text[begin:i])
             found.append(c)
             begin = i + 1
@@ -469,7 +471,7 @@ def term(s, depth):
     if top and not d and not tail and len(top) == 1:  # \frac{-2x}{y}
         text, a = top[0]
         return [(factors(f"\\frac{{{text or 1}}}{{{bottom}}}", depth), k * a)]
-    if c is None or MULTIPLE.match(rest) or top and not number_on_top:
+    if c is None or MULTIPLE.match(rest) or top and not (d and number_on_top):
         return [(factors(rest, depth), k)]
     return [(arguments(s, depth), Fraction(1))]
 
@@ -586,26 +588,18 @@ def answers_equal(pred, gold):
 
 HARD_CASES = (  # prediction, gold, equal?, why
     ("2{,}125", "2,125", True, "thousands separators are dropped on both sides"),
-    ("32, 349", "32349", False, "a comma and a blank make a list, no thousands"),
-    ("45.01", "45", False, "no tolerance"),
     ("5-15", "-10", False, "nothing is computed"),
-    ("6 or 8", "6", False, "one answer, not a choice"),
     (r"-\frac{3}{-4}", ".75", True, "fractions and decimals are rational numbers"),
     ("33.3333", r"\frac{100}{3}", False, "a rounded decimal is another number"),
     ("0.35", "35%", False, "percent signs are dropped: this is 35"),
     (r"1.5 \times 10^{-3}", "0.0015", True, "scientific notation is read"),
-    ("9**9**9", "387420489", False, "nothing is evaluated"),
-    ("nan", "nan", False, "no number, and no answer"),
     ("10 square feet", r"10\text{ cm}^2", True, "units are dropped, whatever they are"),
     ("5 million", "5", False, "not a unit"),
     ("18 g", "g = 18", False, "nor is a letter that the other side has"),
     ("USD 18", "$18/day", True, "currency in front, and what it is paid for"),
-    ("x = 5", "5", True, "a name in front is dropped"),
-    ("y=1, x=2", "x=1, y=2", False, "each part keeps its name"),
     ("1, 2", "2, 1", False, "a list has an order, a set or alternatives have none"),
     (r"\boxed{1} and \boxed{2}", "1, 2", True, "boxes side by side are one answer"),
     (r"\boxed{4} or better \boxed{5", "4", False, "an unfinished last box is no answer"),
-    ("[0,1)", "(0,1)", False, "closed and open ends differ"),
     (r"x < 1 or x > 3", r"(-\infty,1)\cup(3,\infty)", True, "inequalities are intervals"),
     (r"2^{1+n} - \frac{1}{1+x}", r"-\frac{1}{x+1} + 2^{n+1}", True, "terms in any order"),
     (r"2\sqrt{3}", r"\sqrt{12}", False, "roots are not simplified"),

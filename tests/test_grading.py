@@ -142,10 +142,10 @@ def test_spellings_of_one_answer(row):
 DIFFERENT = r"""
 2,125 ; 2,12 ; 21,25 ; 2, 125 ; (2,125) ; 2125.5 ; 2 125
 25 ; 2   5 ; 2 \, 5 ; 2%5 ; 2\text{5}
-45 ; 4.5 ; -45 ; 45x ; 45i ; 45\text{e} ; 45\pi ; 45 pi ; 45! ; 45^2 ; 45_6 ; 45' ; [45]
+45 ; 4.5 ; 45.01 ; -45 ; 45x ; 45i ; 45\text{e} ; 45\pi ; 45 pi ; 45! ; 45^2 ; 45_6 ; 45' ; [45]
 45 ; 45 thousand ; 45\text{ million} ; 45 dozen ; 45 or more ; 45\text{ pens, 46 pins} ; 45 am
-6 ; 36 ; 16/6 ; not 6 ; 6 is wrong ; 6 thirds ; 6 miles north ; 6 feet 5 inches ; 6 cos x ; 6 sec x
-6 ; 6 + 0 ; 3+3 ; 5 to 6 ; 6 7 ; less than 6 ; \pm 6 ; \sqrt{36}
+6 ; 6 or 8 ; 36 ; 16/6 ; not 6 ; 6 is wrong ; 6 thirds ; 6 miles north ; 6 feet 5 inches ; 6 cos x
+6 ; 6 sec x ; 6 + 0 ; 3+3 ; 5 to 6 ; 6 7 ; less than 6 ; \pm 6 ; \sqrt{36}
 1/3 ; 0.333 ; 1:3 ; 3 ; 1\frac{}{3} ; \frac{}{3} ; \frac{1]}{3} ; 1/3x
 3\frac12 ; \frac{3}{2} ; \frac{31}{2} ; 3\frac52 ; 3,\frac12
 18 ; inf ; 1_8 ; 0x12 ; ١٨ ; １８ ; 18e1 ; 18 - 0 ; 2*9

@@ -77,8 +77,7 @@ def test_thoughts_are_not_graded(thought, paid):
     (r"<answer>\boxed{5}</answer>", "5"),
     (r"\boxed{3} <answer>4</answer> \boxed{5}", "4"),  # the block wins
     ("<answer> </answer>", None), (r"<answer>\boxed{}</answer>", None),
-    (r"<answer>\boxed{4} or \boxed{5</answer>", None), (r"\boxed{4} or \boxed{5", None),
-    (r"so \boxed{\frac{5}{6}}.", r"\frac{5}{6}"),
+    (r"<answer>\boxed{4} or \boxed{5</answer>", None),
     (r"<think>\boxed{3}</think> \boxed{4}", "4"),
     (r"<think>so \boxed{7}</think> I give up", None), (r"<think>so \boxed{7}, or is it", None),
     ("<think>maybe <answer>9</answer>? no</think>\n\\boxed{7}", "7"),
