@@ -66,26 +66,14 @@ def maj_at_k(answers, gold, k):
     first."""
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
-    winner = majority(votes_of(answers[:k]))
-    return float(winner is not None and answers_equal(answers[winner], gold))
-
-
-def votes_of(answers):
-    """For each answer the position of the first one that equals it, however written; None for
-    none. Each spelling is compared once, not each answer."""
-    first, votes = {}, []
-    for i, answer in enumerate(answers):
+    first, votes = {}, []  # {a spelling: the spelling of that answer which came first}
+    for answer in answers[:k]:
         text = (answer or "").strip()
         if text and text not in first:
-            first[text] = next((at for known, at in first.items() if answers_equal(text, known)), i)
-        votes.append(first.get(text))
-    return votes
-
-
-def majority(votes):
-    """The vote that most cast, of a tie the one cast first; None when nobody votes."""
-    cast = [vote for vote in votes if vote is not None]
-    return statistics.mode(cast) if cast else None
+            first[text] = next((first[old] for old in first if answers_equal(text, old)), text)
+        if text:
+            votes.append(first[text])
+    return float(bool(votes) and answers_equal(statistics.mode(votes), gold))
 
 
 # ---- from rows, one dict a completion, to figures ------------------------------------------------
@@ -110,14 +98,12 @@ def problem_figures(rows, ks):
     if rows[0]["finish"] == "skipped":
         return {f"{kind}@{k}": 0.0 for kind in ("pass", "maj") for k in ks}
     n, right = len(rows), sum(row["correct"] for row in rows)
-    votes, figures = votes_of([row["answer"] for row in rows]), {}
-    for k in ks:
-        winner = majority(votes[:k])
-        figures[f"pass@{k}"] = pass_at_k(n, right, k)
-        figures[f"maj@{k}"] = float(winner is not None and rows[winner]["correct"])
-    return {**figures, "format": sum(row["formatted"] for row in rows) / n,
+    answers, gold = [row["answer"] for row in rows], rows[0]["gold"]
+    return {**{f"pass@{k}": pass_at_k(n, right, k) for k in ks},
+            **{f"maj@{k}": maj_at_k(answers, gold, k) for k in ks},
+            "format": sum(row["formatted"] for row in rows) / n,
             "truncated": sum(row["finish"] == "length" for row in rows) / n,
-            "unreadable": votes.count(None) / n, "tokens": sum(row["tokens"] for row in rows) / n}
+            "unreadable": answers.count(None) / n, "tokens": sum(row["tokens"] for row in rows) / n}
 
 
 def mean(problems, name):

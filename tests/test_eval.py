@@ -217,23 +217,18 @@ def test_evaluate_counts_by_hand(script):
         "tokens": len(GOOD), "finish": "stop"}
 
 
-@pytest.mark.parametrize("question, text, graded, answer", [
-    ("q", BARE + "\nProblem: 1+1?\n<answer>2</answer>", BARE, "7"),
-    ("q", "hm\nProblem: 1+1?\n<answer>2</answer>", "hm", None),
-    ("q<think>", "so</think>" + BARE, "<think>so</think>" + BARE, "7"),
-    ("q<think>", "so " + BARE, "<think>so " + BARE, None)])
-def test_what_is_graded_and_saved(script, question, text, graded, answer):
+@pytest.mark.parametrize("style, question, text, graded, answer, finish", [
+    ("plain", "q", BARE + "\nProblem: 1+1?\n<answer>2</answer>", BARE, "7", "stop"),
+    ("plain", "q", "hm\nProblem: 1+1?\n<answer>2</answer>", "hm", None, "stop"),
+    ("plain", "q<think>", "so</think>" + BARE, "<think>so</think>" + BARE, "7", "stop"),
+    ("plain", "q<think>", "so " + BARE, "<think>so " + BARE, None, "stop"),
+    ("chat", "q", BARE + "<answer>2</answer>", BARE + "<answer>2</answer>", "2", "length")])
+def test_what_is_graded_and_saved(script, style, question, text, graded, answer, finish):
     """A base model answers, then invents the next question; that answer was graded. So were
-    answers in a thought that the prompt had opened."""
-    script(lambda prompt, noise: (text, True))
-    (row,) = rows_by_sampling([Problem(question, "7")], n=1)
-    assert (row["completion"], row["answer"], row["finish"]) == (graded, answer, "stop")
-
-
-def test_a_chat_prompt_ends_with_an_end_token_alone(script):
-    script(lambda prompt, noise: (BARE + "<answer>2</answer>", False))
-    (row,) = rows_by_sampling([Problem("q", "7")], n=1, prompt_style="chat")
-    assert row["answer"] == "2" and row["finish"] == "length"
+    answers in a thought that the prompt had opened. A chat ends with an end token alone."""
+    script(lambda prompt, noise: (text, False))
+    (row,) = rows_by_sampling([Problem(question, "7")], n=1, prompt_style=style)
+    assert (row["completion"], row["answer"], row["finish"]) == (graded, answer, finish)
 
 
 @pytest.mark.parametrize("settings", [{"max_prompt_tokens": 8}, {"model": tiny_module(64 + 8)}])
@@ -399,12 +394,6 @@ def test_lost_completions_are_told(command, monkeypatch):
     assert "lost the completions of 5 problems" in command(code=2)
 
 
-@pytest.mark.filterwarnings("error")
-def test_all_prompts_skipped(command):
-    text = command("--max_prompt_tokens=1")
-    assert "problems skipped: 5," in text and "tokens/s" in text
-
-
 def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_path):
     """After more training, the old completions must not be shown as those of the new weights."""
     other = GPT.from_pretrained(model_folder)
@@ -460,9 +449,12 @@ def test_greedy_and_fields_by_name(command):
     ([], {"gsm8k": 32, "math": 32, "aime24": 64, "aime25": 64, "amc23": 64}),
     (["--data=amc23,my.jsonl"], {"amc23": 64, "my.jsonl": 32}),
     (["--data=aime24", "--n=16"], {"aime24": 16})])
+@pytest.mark.filterwarnings("error")
 def test_preset_paper(command, monkeypatch, flags, plan):
+    """Here all prompts are too long, which leaves nothing to take the mean of."""
     monkeypatch.setattr(ev, "load_problems", lambda *a, **k: [Problem("x" * 60, "1")])
-    command("--preset=paper", "--data=", "--n=0", *flags)
+    text = command("--preset=paper", "--data=", "--n=0", *flags)
+    assert text.count("problems skipped: 1,") == len(plan) and "tokens/s" in text
     data = lines_of(FILE)[0]["settings"]["data"]
     assert {name: spec["n"] for name, spec in data.items()} == plan
 
