@@ -3,14 +3,13 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 import train
+from conftest import finish, start
 from data import build_prompt, demonstration, load_problems
 from eval import EvalConfig
 from experiments import compare, report, variants
@@ -56,22 +55,22 @@ def arguments(tmp_path, monkeypatch):
         (tmp_path / name).write_text(STAND_IN)
     monkeypatch.setattr(compare, "ROOT", str(tmp_path))
     monkeypatch.setattr(compare, "format_logp", lambda problems, **policy: -0.25)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    return ["--seeds=2", "--learning_rates=0.001", "--algorithms", "grpo", "gtpo",
-            f"--out={tmp_path}/runs", f"--results={tmp_path}/r.jsonl"]
+    handler = signal.getsignal(signal.SIGTERM)
+    yield ["--seeds=2", "--learning_rates=0.001", "--algorithms", "grpo", "gtpo",
+           f"--out={tmp_path}/runs", f"--results={tmp_path}/r.jsonl"]
+    signal.signal(signal.SIGTERM, handler)
 
 
 def calls(tmp_path):
     """The names of the runs that were trained since the last look."""
-    path = tmp_path / "calls"
-    text = path.read_text() if path.exists() else ""
-    path.write_text("")
-    return [name for program, name in map(json.loads, text.splitlines()) if program == "train.py"]
+    seen = lines(tmp_path / "calls")
+    (tmp_path / "calls").write_text("")
+    return [name for program, name in seen if program == "train.py"]
 
 
-def rows_of(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_the_grid_is_done_once(tmp_path, arguments):
@@ -85,8 +84,9 @@ def test_the_grid_is_done_once(tmp_path, arguments):
     assert not (tmp_path / "runs" / "gtpo-lr0.001-s1" / "ckpt.pt").exists()     # it is finished
     assert compare.main(arguments + ["--seeds=3"]) == 0
     assert calls(tmp_path) == ["sft-s2", "grpo-lr0.001-s2", "gtpo-lr0.001-s2"]
-    assert len(rows_of(tmp_path)) == 9
-    row = next(row for row in rows_of(tmp_path) if row["algorithm"] == "gtpo")
+    rows = lines(tmp_path / "r.jsonl")
+    assert len(rows) == 9
+    row = next(row for row in rows if row["algorithm"] == "gtpo")
     expected = {"accuracy": 0.25, "format": 0.5, "pass@1": 0.5, "pass@2": 0.5, "maj@1": 0.5,
                 "maj@2": 0.5, "format_logp": -0.25, "entropy_end": 0.3, "entropy_worst": 0.9,
                 "format_worst": 0.2, "protected": 0.035, "filtered": 0.0625, "seconds": 4.0,
@@ -122,24 +122,21 @@ def test_a_failed_run_is_named_and_tried_again(tmp_path, arguments, capsys, monk
     assert compare.main(arguments) == 0 and calls(tmp_path) == ["grpo-lr0.001-s1"]
 
 
-def test_a_stopped_comparison_ends_its_run_and_goes_on(tmp_path, arguments):
+def test_a_stopped_comparison_ends_its_run_and_goes_on(tmp_path, arguments, monkeypatch):
     """SIGTERM: the run under way is ended, not left behind to fight with the next call over its
     folder."""
-    program = ("import sys; sys.path.insert(0, sys.argv[1]); from experiments import compare; "
-               "compare.ROOT = sys.argv[2]; compare.format_logp = lambda *_, **__: -1.0; "
-               "compare.main(sys.argv[3:])")
-    process = subprocess.Popen([sys.executable, "-c", program, ROOT, str(tmp_path), *arguments],
-                               env={**os.environ, "SLOW": "gtpo-lr0.001-s0"},
-                               stderr=subprocess.PIPE)
-    deadline, seen = time.time() + 60, ""
-    while "gtpo-lr0.001-s0" not in seen and time.time() < deadline:
+    monkeypatch.setenv("SLOW", "gtpo-lr0.001-s0")   # for a minute
+    started, deadline = start(tmp_path, arguments, main=compare.main), time.time() + 60
+    while ["train.py", "gtpo-lr0.001-s0"] not in lines(tmp_path / "calls"):
         time.sleep(0.05)
-        seen = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)             # the stand-in would sleep for a minute
+        assert time.time() < deadline
+    os.kill(started[0].pid, signal.SIGTERM)
+    finish(tmp_path, started, [130])
+    assert time.time() < deadline
+    monkeypatch.delenv("SLOW")
     calls(tmp_path)
     assert compare.main(arguments) == 0
-    assert calls(tmp_path)[0] == "gtpo-lr0.001-s0" and len(rows_of(tmp_path)) == 6
+    assert calls(tmp_path)[0] == "gtpo-lr0.001-s0" and len(lines(tmp_path / "r.jsonl")) == 6
 
 
 def config_of(a, name, rate, seed, program=(f"{ROOT}/train.py",)):
