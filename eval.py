@@ -17,13 +17,13 @@ import itertools
 import json
 import math
 import os
+import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from data import (SYSTEM_PROMPT, build_prompt, check_fields, encode_prompts, is_plain,
@@ -53,8 +53,7 @@ SHARES = ["format", "truncated", "unreadable", "tokens"]
 
 def pass_at_k(n, c, k):
     """Chance that at least one of k completions is right, when k are drawn without replacement
-    from n of which c are right: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1). Exact for any
-    n. ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    from n of which c are right: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1), for any n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {c} right in {n} completions cannot be estimated: "
                          "0 <= c <= n and 1 <= k <= n are needed")
@@ -64,29 +63,17 @@ def pass_at_k(n, c, k):
 def maj_at_k(answers, gold, k):
     """1.0 if the majority of the first k answers equals gold, else 0.0. None (no readable answer)
     casts no vote, equal answers written differently vote together, a tie goes to the answer seen
-    first, no vote is 0.0. ValueError if k < 1 or there are fewer than k."""
+    first."""
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
-    winner = majority(votes_of(answers[:k]))
-    return float(winner is not None and answers_equal(answers[winner], gold))
-
-
-def votes_of(answers):
-    """For each answer the position of the first one that equals it, however written; None for
-    none. Each spelling is compared once, not each answer."""
-    first, votes = {}, []
-    for i, answer in enumerate(answers):
+    first, votes = {}, []  # {a spelling: the spelling of that answer which came first}
+    for answer in answers[:k]:
         text = (answer or "").strip()
         if text and text not in first:
-            first[text] = next((at for known, at in first.items() if answers_equal(text, known)), i)
-        votes.append(first.get(text))
-    return votes
-
-
-def majority(votes):
-    """The position with the most votes, of a tie the first; None when nobody votes."""
-    cast = [vote for vote in votes if vote is not None]
-    return max(sorted(set(cast)), key=cast.count, default=None)
+            first[text] = next((first[old] for old in first if answers_equal(text, old)), text)
+        if text:
+            votes.append(first[text])
+    return float(bool(votes) and answers_equal(statistics.mode(votes), gold))
 
 
 # ---- from rows, one dict a completion, to figures ------------------------------------------------
@@ -99,8 +86,7 @@ def verdict(completion, gold):
 
 
 def row_of(problem, index, sample, prompt, completion, tokens, finish):
-    """A row. prompt: its text, None if skipped; completion: the text that is graded; tokens: its
-    number, the end token included; finish: "stop", "length" (cut off) or "skipped"."""
+    """finish: "stop", "length" (cut off) or "skipped" (prompt too long)."""
     return {"index": index, "sample": sample, "question": problem.question, "gold": problem.answer,
             "level": problem.level, "subject": problem.subject, "prompt": prompt,
             "completion": completion, **verdict(completion, problem.answer), "tokens": tokens,
@@ -112,14 +98,12 @@ def problem_figures(rows, ks):
     if rows[0]["finish"] == "skipped":
         return {f"{kind}@{k}": 0.0 for kind in ("pass", "maj") for k in ks}
     n, right = len(rows), sum(row["correct"] for row in rows)
-    votes = votes_of([row["answer"] for row in rows])
-    winners = {k: majority(votes[:k]) for k in ks}
+    answers, gold = [row["answer"] for row in rows], rows[0]["gold"]
     return {**{f"pass@{k}": pass_at_k(n, right, k) for k in ks},
-            **{f"maj@{k}": float(winner is not None and rows[winner]["correct"])
-               for k, winner in winners.items()},
+            **{f"maj@{k}": maj_at_k(answers, gold, k) for k in ks},
             "format": sum(row["formatted"] for row in rows) / n,
             "truncated": sum(row["finish"] == "length" for row in rows) / n,
-            "unreadable": votes.count(None) / n, "tokens": sum(row["tokens"] for row in rows) / n}
+            "unreadable": answers.count(None) / n, "tokens": sum(row["tokens"] for row in rows) / n}
 
 
 def mean(problems, name):
@@ -128,74 +112,52 @@ def mean(problems, name):
     return float(np.mean(values)) if values else math.nan
 
 
-def bootstrap(problems, name):
-    """95 % percentile interval (low, high) of that mean, from 1000 resamples of the problems."""
-    values = np.array([figures[name] for figures in problems if name in figures])
-    picks = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
-    return tuple(np.percentile(values[picks].mean(1), (2.5, 97.5)).tolist())
-
-
 # ---- sampling ------------------------------------------------------------------------------------
 
-def check_window(window, max_new_tokens):
-    if max_new_tokens >= window:
-        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the "
-                         f"model's {window} tokens")
-
-
-def sample_problems(model, tokenizer, problems, n, max_new_tokens, temperature=1.0, top_p=1.0,
-                    system_prompt=SYSTEM_PROMPT, prompt_style="auto", template_variables=None,
-                    max_prompt_tokens=4000, seed=0, batch_prompts=0, done=(), rank=0,
-                    world_size=1):
-    """Yields the rows of one problem after the other, but for those whose index is in `done`: n
-    rows, or a single one when the prompt has more than max_prompt_tokens tokens or leaves no room
-    in the model's window. batch_prompts prompts are sampled at a time (0: about 128 completions).
-    With world_size > 1 each process calls this with its rank, in the default process group,
+def sample_problems(model, tokenizer, problems, processes, c, done=()):
+    """Yields the rows of one problem after the other, but for those whose index is in `done`: c.n
+    rows (c: an EvalConfig), or a single one when the prompt is too long. Of several processes each
     samples its share of every batch and is given the rows of all."""
-    window, prompts = model.config.max_position_embeddings, {}
-    check_window(window, max_new_tokens)
-    room = min(max_prompt_tokens, window - max_new_tokens)
+    n, prompts = c.n, {}  # of those to sample, {index: ids}
+    room = min(c.max_prompt_tokens, model.config.max_position_embeddings - c.max_new_tokens)
     for i, problem in enumerate(problems):
         if i not in done:
-            fits, _ = encode_prompts(tokenizer, [problem], room, system_prompt, prompt_style,
-                                     template_variables)
+            fits, _ = encode_prompts(tokenizer, [problem], room, c.system_prompt, c.prompt_style,
+                                     c.template_variables)
             if fits:
                 prompts[i] = fits[0][1]
             else:
                 yield [row_of(problem, i, 0, None, "", 0, "skipped")]
 
-    plain = is_plain(tokenizer, prompt_style)
+    plain = is_plain(tokenizer, c.prompt_style)
     stop = plain_stop(tokenizer) if plain else None
     order = sorted(prompts, key=lambda i: -len(prompts[i]))  # alike lengths side by side
-    size = (batch_prompts or max(1, 128 // n)) * world_size
-    for at in tqdm(range(0, len(order), size), "evaluate", leave=False, disable=rank > 0 or None):
-        groups, mine = [], order[at:at + size][rank::world_size]
+    size = (c.batch_prompts or max(1, 128 // n)) * processes.size
+    for at in tqdm(range(0, len(order), size), "evaluate", leave=False,
+                   disable=not processes.main or None):
+        groups, mine = [], order[at:at + size][processes.rank::processes.size]
         if mine:
             ids = [prompts[i] for i in mine]
-            noise = [seeded_uniforms(("eval", seed, i), n, max_new_tokens) for i in mine]
-            out = sample(model, ids, n, max_new_tokens, temperature=temperature, top_p=top_p,
+            noise = [seeded_uniforms(("eval", c.seed, i), n, c.max_new_tokens) for i in mine]
+            out = sample(model, ids, n, c.max_new_tokens, temperature=c.temperature, top_p=c.top_p,
                          eos_ids=tokenizer.eos_ids, noise=torch.stack(noise), stop=stop)
             texts = completion_texts(tokenizer, out, ids, plain)
             lengths, ended = out.mask.sum(-1).tolist(), out.finished.tolist()
             groups = [[row_of(problems[i], i, j, tokenizer.decode(ids[p]), texts[p][j],
                               lengths[p][j], "stop" if ended[p][j] else "length")
                        for j in range(n)] for p, i in enumerate(mine)]
-        shares = [groups] * world_size
-        if world_size > 1:
-            dist.all_gather_object(shares, groups)
-        yield from itertools.chain(*shares)
+        yield from itertools.chain(*processes.gather(groups))
 
 
-def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, after_each=lambda: None,
-             **settings):
-    """Samples n completions of each problem (settings: of sample_problems) and returns their
-    figures: problems and skipped (counts), pass@K and maj@K for each K of ks, SHARES, seconds.
+def evaluate(model, tokenizer, problems, processes, c, after_each=lambda: None):
+    """Samples completions of each problem as the EvalConfig c says and returns their figures:
+    problems and skipped (counts), pass@K and maj@K for each K of c.k, SHARES, seconds.
     after_each() is called after each problem, by all processes. The model's mode and all global
     random states stay as they were."""
-    start, training, found = time.time(), model.training, {}
+    start, training, found, ks = time.time(), model.training, {}, ks_of(c.k, c.n)
     model.eval()
     try:
-        for rows in sample_problems(model, tokenizer, problems, n, max_new_tokens, **settings):
+        for rows in sample_problems(model, tokenizer, problems, processes, c):
             found[rows[0]["index"]] = problem_figures(rows, ks)
             after_each()
     finally:
@@ -208,51 +170,50 @@ def evaluate(model, tokenizer, problems, n, ks, max_new_tokens, after_each=lambd
 
 # ---- the results file: a header line with the settings, then one row a line ----------------------
 
-# what we read: the types of the header, of each data set in its settings, and of a row
-HEADER = {"shape": list, "settings": {"data": dict, "max_new_tokens": int}}
-DATA_SET = {"n": int, "problems": int}
+# what we read of a row
 ROW = {"data": str, "index": int, "sample": int, "gold": str, "level": int | None,
        "subject": str | None, "completion": str, "answer": str | None, "correct": bool,
        "formatted": bool, "tokens": int, "finish": str}
 
 
-def fits(value, types):
-    """Has the value this type, or is it a dictionary whose values have these types?"""
-    if not isinstance(types, dict):
-        return isinstance(value, types)
-    return isinstance(value, dict) and all(
-        name in value and fits(value[name], kind) for name, kind in types.items())
-
-
 def read_results(path):
-    """(header, {(data set, index): its rows}) of a results file, in order, with the problems of
-    which all completions are there. What a kill has cut off is dropped; ValueError names any other
-    line that is not ours."""
-    lines, found = read_jsonl(path), {}
-    ours = lines and fits(lines[0], HEADER)
-    sets = lines[0]["settings"]["data"] if ours else {}
-    if not ours or not all(fits(spec, DATA_SET) for spec in sets.values()):
-        raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
-    for number, row in enumerate(lines[1:], 2):
-        if not fits(row, ROW) or row["data"] not in sets:
-            raise ValueError(f"{path}:{number}: not a completion of {', '.join(sets)}; mend or "
+    """(header, {data set: {index: rows of that problem}}) of a results file, in order, with the
+    problems of which all completions are there. What a kill has cut off is dropped; ValueError
+    names any other line that is not ours."""
+    header, *rows = read_jsonl(path) or [{}]
+    try:
+        n = {name: spec["n"] for name, spec in header["settings"]["data"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path}:1: not the settings of an evaluation; take another "
+                         "file") from None
+    found = {name: {} for name in sorted(n)}
+    for number, row in enumerate(rows, 2):
+        ours = all(isinstance(row.get(name), kind) for name, kind in ROW.items())
+        if not ours or row["data"] not in n:
+            raise ValueError(f"{path}:{number}: not a completion of {', '.join(n)}; mend or "
                              "remove the line, or take another file")
-        found.setdefault((row["data"], row["index"]), []).append(row)
-    return lines[0], {(name, index): rows for (name, index), rows in sorted(found.items())
-                      if len(rows) == sets[name]["n"] or rows[0]["finish"] == "skipped"}
+        found[row["data"]].setdefault(row["index"], []).append(row)
+    return header, {name: {index: rows for index, rows in sorted(groups.items())
+                           if len(rows) == n[name] or rows[0]["finish"] == "skipped"}
+                    for name, groups in found.items()}
+
+
+def rows_in(found):
+    return [row for groups in found.values() for rows in groups.values() for row in rows]
 
 
 def tidy(path, header):
     """Writes the results file anew, in order and without what a kill has cut off, and returns its
-    {(data set, index): rows}. ValueError if it has other settings than header."""
-    old, found = read_results(path) if os.path.exists(path) else (header, {})
+    {data set: {index: rows}}. ValueError if it has other settings than header."""
+    nothing = {name: {} for name in header["settings"]["data"]}
+    old, found = read_results(path) if os.path.exists(path) else (header, nothing)
     now, then = header["settings"], old["settings"]
     differ = [f"{key} is {then.get(key)!r} there, {now[key]!r} now"
               for key in now if then.get(key) != now[key]]
     if differ:
         raise ValueError(f"{path} has other settings: {'; '.join(differ)}. Delete it, or take "
                          "another --out")
-    lines = [header, *itertools.chain(*found.values())]
+    lines = [header, *rows_in(found)]
     write_whole(path, lambda f: f.writelines(json.dumps(line) + "\n" for line in lines))
     return found
 
@@ -264,15 +225,19 @@ def print_line(first, cells):
 
 
 def figure(problems, name):
-    """Mean and interval as text, in percent, but for the tokens."""
-    values = mean(problems, name), *bootstrap(problems, name)
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*(x * (1 if name == "tokens" else 100) for x in values))
+    """Mean and 95 % interval as text, in percent, but for the tokens. The interval: percentiles of
+    the means of 1000 resamples of the problems."""
+    values = np.array([figures[name] for figures in problems if name in figures])  # (problems,)
+    picks = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
+    low, high = np.percentile(values[picks].mean(1), (2.5, 97.5))
+    unit = 1 if name == "tokens" else 100
+    return f"{values.mean() * unit:.1f} [{low * unit:.1f}, {high * unit:.1f}]"
 
 
 def print_tables(header, found, k):
     """The figures of each data set, of the problems that are found there. k: as in --k"""
     for name, spec in header["settings"]["data"].items():
-        groups = [rows for (data, index), rows in found.items() if data == name]
+        groups = list(found[name].values())
         print(f"\n{name}: {len(groups)} of {spec['problems']} problems, {spec['n']} completions "
               "each; percent, 95 % bootstrap interval over problems")
         if groups:
@@ -284,7 +249,7 @@ def print_table(name, header, groups, ks):
     problems = [problem_figures(rows, ks) for rows in groups]
     print_line("", [f"k={k}" for k in ks])
     print_line("pass@k", [figure(problems, f"pass@{k}") for k in ks])
-    if header["shape"] == PUBLISHED_SHAPE:
+    if header.get("shape") == PUBLISHED_SHAPE:
         for method, known in PUBLISHED.get(name, {}).items():
             print_line(f"paper, {method}", [known.get(k, "-") for k in ks])
     print_line("maj@k", [figure(problems, f"maj@{k}") for k in ks])
@@ -296,8 +261,7 @@ def print_table(name, header, groups, ks):
         print_line("", SHARES)
         print_line("completions", [figure(problems, share) for share in SHARES])
     if mean(problems, "truncated") > 0.5:
-        print("  more than half of the completions were cut off: max_new_tokens="
-              f"{header['settings']['max_new_tokens']} is too few")
+        print("  more than half of the completions were cut off: raise --max_new_tokens")
     shown = [f"pass@{ks[0]}", f"pass@{ks[-1]}", f"maj@{ks[-1]}"]
     for kind in ("level", "subject"):
         values = [rows[0].get(kind) for rows in groups]
@@ -312,14 +276,14 @@ def rescore(path, k):
     """Grades the rows of a results file again; prints each verdict that changes, and the tables.
     Nothing is written."""
     header, found = read_results(path)
-    rows = list(itertools.chain(*found.values()))
+    rows, word = rows_in(found), {True: "right", False: "wrong"}
     for row in rows:
-        old = row["answer"], row["correct"]
+        answer, correct = row["answer"], row["correct"]
         row.update(verdict(row["completion"], row["gold"]))
-        if row["correct"] != old[1]:
+        if row["correct"] != correct:
             print(f"{row['data']} problem {row['index']} sample {row['sample']}: "
-                  f"{old[0]!r:.50} was {'right' if old[1] else 'wrong'}, {row['answer']!r:.50} is "
-                  f"{'right' if row['correct'] else 'wrong'}, gold {row['gold']!r:.50}")
+                  f"{answer!r:.50} was {word[correct]}, {row['answer']!r:.50} is "
+                  f"{word[row['correct']]}, gold {row['gold']!r:.50}")
     print(f"{path}: {len(rows)} rows graded again")
     print_tables(header, found, k)
 
@@ -405,27 +369,29 @@ def digest(*content):
 def prepare(c, device):
     """(model, tokenizer, {name: problems}, header of the results file). Evaluations with the same
     header["settings"] sample the same."""
-    sets, data = {}, {}
-    for name in c.data.split(","):
-        problems = load_problems(name, "test", c.question_field, c.answer_field, strict=True)
-        n = c.n or (PAPER_N.get(name, 32) if c.preset else 8)
-        ks_of(c.k, n)  # a wrong k is better refused now than when all is sampled
-        sets[name] = problems[:c.limit or None]
-        data[name] = {"n": n, "problems": len(sets[name])}
+    names = c.data.split(",")
+    sets = {name: load_problems(name, "test", c.question_field, c.answer_field, strict=True)
+            for name in names}
+    data = {name: {"n": c.n or (PAPER_N.get(name, 32) if c.preset else 8)} for name in names}
+    for spec in data.values():
+        ks_of(c.k, spec["n"])  # a wrong k is better refused now than when all is sampled
     dtype = forward_dtype(c.dtype, device)
     model = GPT.from_pretrained(c.model, adapter=c.adapter or None, dtype=dtype, device=device)
     tokenizer = Tokenizer.from_pretrained(c.model, adapter=c.adapter or None)
     config, window = model.config.raw, model.config.max_position_embeddings
     c.max_new_tokens = c.max_new_tokens or min(1500, window // 2)
-    check_window(window, c.max_new_tokens)  # before a file is made
+    if c.max_new_tokens >= window:
+        raise ValueError(f"max_new_tokens={c.max_new_tokens} leaves no room for a prompt in the "
+                         f"model's {window} tokens")
 
     # one prompt tells tokenizers and templates apart
     prompt = build_prompt(tokenizer, "1+1?", c.system_prompt, c.prompt_style, c.template_variables)
-    for name, problems in sets.items():
-        texts = [[p.question, p.answer, p.messages] for p in problems]
-        data[name]["hash"] = digest(prompt, texts)
-    weights = digest(config, weights_hash(model.parameters()))
-    settings = {"weights": weights, "dtype": str(dtype).removeprefix("torch."),
+    for name in names:
+        sets[name] = sets[name][:c.limit or None]
+        texts = [[p.question, p.answer, p.messages] for p in sets[name]]
+        data[name] |= {"problems": len(texts), "hash": digest(prompt, texts)}
+    settings = {"weights": digest(config, weights_hash(model.parameters())),
+                "dtype": str(dtype).removeprefix("torch."),
                 **{name: getattr(c, name) for name in SAMPLING}, "data": data}
     shape = [config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
     header = {"model": c.model, "adapter": c.adapter, "shape": shape, "settings": settings}
@@ -434,46 +400,44 @@ def prepare(c, device):
 
 def run(c, processes):
     """Samples what is not in the file yet, writes it there as it comes, and prints the tables."""
-    main, device = processes.main, processes.device
+    main, device, done = processes.main, processes.device, {}
     model, tokenizer, sets, header = processes.agree(
         lambda: prepare(c, device), lambda prepared: {"settings": digest(prepared[-1]["settings"])})
-    settings, found = header["settings"], {}
+    settings = header["settings"]
     label = "-".join(os.path.abspath(c.model).split(os.sep)[-2:])
     path = c.out or f"out/eval/{label}-{digest(settings)[:8]}.jsonl"
     if main:
         lock = lock_file(f"{path}.lock", path, "another file with --out=FILE")
-        found = tidy(path, header)
+        done = {name: set(groups) for name, groups in tidy(path, header).items()}
         if tokenizer.of_adapter:
             print(f"tokenizer and chat template: those of {c.adapter}")
         print(f"{c.model}: up to {c.max_new_tokens} new tokens, {settings['dtype']} on {device}; "
-              f"completions go to {path}, which has those of {len(found)} problems", flush=True)
+              f"completions go to {path}, which has those of "
+              f"{sum(map(len, done.values()))} problems", flush=True)
     compile_where_it_pays(model, c.compile, to_stderr if main else lambda line: None)
     # The first process alone reads and writes the file; the others hear from it what is done.
-    done = processes.gather(set(found))[0]
+    done = processes.gather(done)[0]
 
     start, tokens = time.time(), 0
     with open(path if main else os.devnull, "a") as f:
         for name, problems in sets.items():
-            for rows in sample_problems(
-                    model, tokenizer, problems, settings["data"][name]["n"],
-                    **{key: settings[key] for key in SAMPLING}, batch_prompts=c.batch_prompts,
-                    done={i for data, i in done if data == name}, rank=processes.rank,
-                    world_size=processes.size):
+            own = replace(c, n=settings["data"][name]["n"])
+            for rows in sample_problems(model, tokenizer, problems, processes, own, done[name]):
                 f.writelines(json.dumps({"data": name, **row}) + "\n" for row in rows)
                 f.flush()
                 tokens += sum(row["tokens"] for row in rows)
     seconds = time.time() - start
+    processes.close()
     if main:
         found = tidy(path, header)
         lock.close()
         print_tables(header, found, c.k)
         print(f"\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s; peak memory "
               f"{peak_memory(device):.0f} MiB; see {path}")
-    processes.close()
-    asked = sum(map(len, sets.values()))
-    if main and len(found) < asked:
-        raise ValueError(f"{path} has lost the completions of {asked - len(found)} of {asked} "
-                         "problems: something else wrote to it. Run the same command again")
+        lost = sum(len(problems) - len(found[name]) for name, problems in sets.items())
+        if lost:
+            raise ValueError(f"{path} has lost the completions of {lost} problems: something else "
+                             "wrote to it. Run the same command again")
 
 
 def main(argv):

@@ -19,10 +19,11 @@ another, with one thread unless OMP_NUM_THREADS says otherwise. The same command
 stop: a finished run is not repeated, a stopped one continues from its last checkpoint.
 """
 import argparse
-import contextlib
+import itertools
 import json
 import math
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -41,15 +42,15 @@ from tools.plot import read_curves
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ALGORITHMS = {                                          # name: flags of train.py
-    "grpo": ["--algo=grpo"],
-    "grpo_kl": ["--algo=grpo", "--beta=0.04"],          # as in DeepSeekMath, arXiv 2402.03300
-    "grpo_no_std": ["--algo=grpo", "--scale=none"],      # GTPO with all parts off
-    "gtpo": ["--algo=gtpo"],
-    "gtpo_no_conflict": ["--algo=gtpo", "--conflict=false"],
-    "gtpo_no_filter": ["--algo=gtpo", "--entropy_filter=false"],
-    "gtpo_gamma0": ["--algo=gtpo", "--gamma=0"],
+    "grpo": dict(algo="grpo"),
+    "grpo_kl": dict(algo="grpo", beta=0.04),            # as in DeepSeekMath, arXiv 2402.03300
+    "grpo_no_std": dict(algo="grpo", scale="none"),     # GTPO with all parts off
+    "gtpo": dict(algo="gtpo"),
+    "gtpo_no_conflict": dict(algo="gtpo", conflict="false"),
+    "gtpo_no_filter": dict(algo="gtpo", entropy_filter="false"),
+    "gtpo_gamma0": dict(algo="gtpo", gamma=0),
 }
-ALL = ALGORITHMS | dict.fromkeys(VARIANTS, ["--algo=gtpo"])  # GTPO with another conflict rule, too
+ALL = ALGORITHMS | dict.fromkeys(VARIANTS, dict(algo="gtpo"))   # with another conflict rule, too
 # of all runs of a task; the rest are train.py's defaults, or those of the task's preset
 SETTINGS = {
     "arithmetic": dict(sft_steps=900, steps=60, prompts_per_step=8, group_size=8, temperature=1.0,
@@ -78,35 +79,35 @@ def policy_of(a, folder):
     return {"model": a.model, "adapter": f"{folder}/adapter"}
 
 
-def as_flags(settings):
-    return [f"--{name}={value}" for name, value in settings.items()]
+def as_flags(values):
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def train_command(a, algorithm, rate, seed):
     """The train.py of a run. Its own evaluation is as small as can be, since eval.py measures."""
-    s, program = SETTINGS[a.task], [os.path.join(ROOT, "train.py")]
+    s, program = SETTINGS[a.task], [f"{ROOT}/train.py"]
     if algorithm in VARIANTS:
         program = ["-m", "experiments.variants", algorithm]
     if a.task == "word_problems":
-        program.append(os.path.join(ROOT, "config", "smollm2_135m.toml"))
-    words = [sys.executable, *program, f"--data={a.task}", f"--seed={seed}", "--device=cpu",
-             f"--out={folder_of(a, algorithm, rate, seed)}", "--resume", "--show_every=0",
-             "--save_every=10", "--eval_problems=1", "--eval_samples=1",
-             f"--temperature={s['temperature']}"]
+        program.append(f"{ROOT}/config/smollm2_135m.toml")
+    flags = dict(data=a.task, seed=seed, device="cpu", out=folder_of(a, algorithm, rate, seed),
+                 show_every=0, save_every=10, eval_problems=1, eval_samples=1,
+                 temperature=s["temperature"])
     if algorithm == "sft":
-        return [*words, f"--model={a.model}", "--algo=sft", f"--sft_steps={s['sft_steps']}"]
-    return [*words, *ALL[algorithm], *as_flags(policy_of(a, folder_of(a, "sft", None, seed))),
-            "--lora_rank=0", "--sft_steps=0", f"--learning_rate={rate}", f"--steps={s['steps']}",
-            f"--prompts_per_step={s['prompts_per_step']}", f"--group_size={s['group_size']}"]
+        flags |= dict(algo="sft", model=a.model, sft_steps=s["sft_steps"])
+    else:
+        flags |= ALL[algorithm] | policy_of(a, folder_of(a, "sft", None, seed))
+        flags |= dict(lora_rank=0, sft_steps=0, learning_rate=rate, steps=s["steps"],
+                      prompts_per_step=s["prompts_per_step"], group_size=s["group_size"])
+    return [sys.executable, *program, "--resume", *as_flags(flags)]
 
 
 def eval_command(a, folder, seed):
     s = SETTINGS[a.task]
-    return [sys.executable, os.path.join(ROOT, "eval.py"), *as_flags(policy_of(a, folder)),
-            f"--data={a.task}", f"--n={s['eval_samples']}", f"--limit={s['eval_problems']}",
-            f"--temperature={s['temperature']}", "--max_new_tokens=48", f"--seed={seed}",
-            "--device=cpu", f"--dtype={'float32' if a.task == 'arithmetic' else 'bfloat16'}",
-            f"--out={folder}/eval.jsonl"]
+    return [sys.executable, f"{ROOT}/eval.py", *as_flags(policy_of(a, folder) | dict(
+        data=a.task, n=s["eval_samples"], limit=s["eval_problems"], temperature=s["temperature"],
+        max_new_tokens=48, seed=seed, device="cpu",
+        dtype="float32" if a.task == "arithmetic" else "bfloat16", out=f"{folder}/eval.jsonl"))]
 
 
 def call(words):
@@ -130,15 +131,14 @@ def format_logp(problems, model, adapter=None):
     for problem in problems:
         prompt, text = build_prompt(tokenizer, problem.question), demonstration(problem)
         spans = [(text.index(tag), text.index(tag) + len(tag)) for tag in TAGS]
-        ids, end, tag_tokens = tokenizer.encode(text), 0, []
-        for t, i in enumerate(ids):
-            # the task is ASCII: a character is a byte
-            start, end = end, end + len(tokenizer.decode([i]))
-            if any(start < stop and first < end for first, stop in spans):
-                tag_tokens.append(t)
+        ids = tokenizer.encode(text)
+        # where each token begins and ends; the task is ASCII: a character is a byte
+        ends = itertools.accumulate((len(tokenizer.decode([i])) for i in ids), initial=0)
+        tags = [t for t, (start, end) in enumerate(itertools.pairwise(ends))
+                if any(start < stop and first < end for first, stop in spans)]
         logits = model(torch.tensor([prompt + ids]))[0, len(prompt) - 1:-1]     # (L, V)
         logp = logits.float().log_softmax(-1)
-        total += logp[tag_tokens, torch.tensor(ids)[tag_tokens]].sum().item()
+        total += logp[tags, torch.tensor(ids)[tags]].sum().item()
     return total / len(problems)
 
 
@@ -161,24 +161,23 @@ def training_figures(path):
     if not steps:
         return {}
 
-    def means(field):
-        windows = [steps[i:i + LAST] for i in range(max(1, len(steps) - LAST + 1))]
-        return [sum(row[field] for row in window) / len(window) for window in windows]
+    def mean(field, rows):
+        return sum(row[field] for row in rows) / len(rows)
 
-    return {"entropy_end": means("entropy")[-1],
+    windows = [steps[i:i + LAST] for i in range(max(1, len(steps) - LAST + 1))]
+    return {"entropy_end": mean("entropy", windows[-1]),
             "entropy_worst": max(row["entropy"] for row in steps),
-            "reward_end": means("reward")[-1], "format_worst": min(means("format")),
-            "protected": sum(row["conflict"] for row in steps) / len(steps),
-            "filtered": 1 - sum(row["kept"] for row in steps) / len(steps),
-            "mismatch": sum(row["mismatch"] for row in steps) / len(steps),
-            "seconds": sum(row["seconds"] for row in steps)}
+            "reward_end": mean("reward", windows[-1]),
+            "format_worst": min(mean("format", window) for window in windows),
+            "protected": mean("conflict", steps), "filtered": 1 - mean("kept", steps),
+            "mismatch": mean("mismatch", steps), "seconds": sum(row["seconds"] for row in steps)}
 
 
 def commit():
     """The commit of this code, with a + if files differ from it; None outside of git."""
-    said = [subprocess.run(["git", *words.split()], cwd=ROOT, capture_output=True, text=True).stdout
-            for words in ("rev-parse --short HEAD", "status --porcelain --untracked-files=no")]
-    return said[0].strip() + "+" * bool(said[1]) or None
+    words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    return said.strip() or None
 
 
 def do_run(a, algorithm, rate, seed):
@@ -191,8 +190,7 @@ def do_run(a, algorithm, rate, seed):
            **held_out_figures(f"{folder}/eval.jsonl"),
            "format_logp": format_logp(load_problems(a.task, "test")[:64], **policy_of(a, folder)),
            **training_figures(f"{folder}/metrics.jsonl")}
-    with contextlib.suppress(FileNotFoundError):        # of no more use, three times the model
-        os.remove(f"{folder}/ckpt.pt")
+    pathlib.Path(folder, "ckpt.pt").unlink(missing_ok=True)     # three times the model
     return row
 
 
@@ -223,16 +221,12 @@ def parse(argv):
     p.add_argument("--model", default="", type=expand_home,
                    help="folder of the model for word_problems")
     p.add_argument("--out", default="out/compare", type=expand_home, help="folder of the runs")
-    p.add_argument("--results", type=expand_home,
-                   default=os.path.join(ROOT, "experiments", "results.jsonl"))
+    p.add_argument("--results", type=expand_home, default=f"{ROOT}/experiments/results.jsonl")
     a = p.parse_args(argv)
     if (a.task == "word_problems") != bool(a.model):
         p.error("--task=word_problems and --model=DIR belong together")
-    for rate in a.learning_rates:
-        if not 0 < rate < math.inf:
-            p.error(f"--learning_rates: {rate} is not a positive number")
-    if a.seeds < 1:
-        p.error(f"--seeds={a.seeds}: at least 1 is needed")
+    if a.seeds < 1 or not all(0 < rate < math.inf for rate in a.learning_rates):
+        p.error("--seeds: at least 1 is needed; --learning_rates: positive numbers")
     return a
 
 
@@ -251,14 +245,14 @@ def main(argv):
     for run in tqdm([run for run in warm_ups + runs if run not in done], unit="run"):
         try:
             row = do_run(a, *run)
-        except (RuntimeError, ValueError, OSError, LookupError, TypeError, ArithmeticError) as e:
-            failed += 1
+        except Exception as e:                          # the other runs go on
+            failed = 1
             tqdm.write(f"failed: {folder_of(a, *run)}: {e}", file=sys.stderr)
             if run in warm_ups:                         # all runs of this seed begin with it
                 break
         else:
             add(a, rows, row)
-    return int(failed > 0)
+    return failed
 
 
 if __name__ == "__main__":

@@ -51,31 +51,19 @@ def cell(values, factor, digits, mark=False):
     return f"**{text}**" if mark and abs(mean) > half else text
 
 
-def table(figures, rows):
-    """Markdown. rows: (name, {field: values})."""
+def table(figures, runs, base=None):
+    """Markdown, a row for each algorithm of {name: {seed: result}}; with the runs of a baseline,
+    {seed: result}, of the differences to it, seed by seed."""
     lines = [["algorithm", *(title for title, *_ in figures.values())],
-             ["---"] * (1 + len(figures)), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def levels(figures, runs):
-    """A row for each algorithm of {name: {seed: result}}."""
-    return table(figures, [
-        [name, *(cell([row[field] for row in seeds.values() if field in row], *how)
-                 for field, (_, *how) in figures.items())]
-        for name, seeds in runs.items()])
-
-
-def differences(figures, runs):
-    """The same for the differences to the baseline, seed by seed."""
-    rows, base = [], runs[BASELINE]
+             ["---"] * (1 + len(figures))]
     for name, seeds in runs.items():
-        both = sorted(seeds.keys() & base.keys())
-        if name != BASELINE and both:
-            rows.append([name, *(
-                cell([seeds[s][field] - base[s][field] for s in both if field in seeds[s]], *how,
-                     mark=True) for field, (_, *how) in figures.items())])
-    return table(figures, rows)
+        lines.append([name])
+        for field, (_, *how) in figures.items():
+            values = {seed: row[field] for seed, row in seeds.items() if field in row}
+            if base:
+                values = {s: v - base[s][field] for s, v in values.items() if s in base}
+            lines[-1].append(cell(list(values.values()), *how, mark=bool(base)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def report(rows):
@@ -98,9 +86,12 @@ def report(rows):
         shown = {"start (SFT)": start, **runs}
         text += [f"## Learning rate {rate:g}\n",
                  f"Seeds of each: {' or '.join(map(str, counts))}.\n",
-                 levels(figures, shown), levels(curve, shown)]
-        if BASELINE in runs and len(runs) > 1:
-            text += [f"Difference to {BASELINE}, seed by seed:\n", differences(compared, runs)]
+                 table(figures, shown), table(curve, shown)]
+        base = runs.get(BASELINE, {})
+        others = {name: seeds for name, seeds in runs.items()
+                  if name != BASELINE and seeds.keys() & base.keys()}
+        if others:
+            text += [f"Difference to {BASELINE}, seed by seed:\n", table(compared, others, base)]
         for name, seeds in runs.items():
             n = sum(row.get("entropy_worst", 0) > math.log(2) for row in seeds.values())
             collapsed += [f"{name} at {rate:g} in {n} of {len(seeds)}"] if n else []

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data import (NAMES, SYSTEM_PROMPT, as_row, check_fields, demonstration, encode_prompts,
                   held_out, is_plain, load_problems, to_stderr)
-from eval import evaluate
+from eval import EvalConfig, evaluate
 from lib.arithmetic import make_tiny_model
 from lib.chat import check_variables
 from lib.config import read_config, to_toml
@@ -464,14 +464,13 @@ def evaluation(run, label, step, model=None):
     if not run.eval_problems:
         return None
     at_once = c.prompts_per_step * c.group_size // processes.size
+    settings = EvalConfig(
+        n=c.eval_samples, k=f"1,{c.eval_samples}", temperature=c.temperature, seed=c.seed,
+        max_new_tokens=c.max_new_tokens, max_prompt_tokens=c.max_prompt_tokens,
+        system_prompt=run.system_prompt, prompt_style=c.prompt_style,
+        template_variables=c.template_variables, batch_prompts=max(1, at_once // c.eval_samples))
     with run.autocast():
-        result = evaluate(model or run.model, run.tokenizer, run.eval_problems, c.eval_samples,
-                          sorted({1, c.eval_samples}), c.max_new_tokens, temperature=c.temperature,
-                          system_prompt=run.system_prompt, prompt_style=c.prompt_style,
-                          template_variables=c.template_variables,
-                          max_prompt_tokens=c.max_prompt_tokens, seed=c.seed,
-                          batch_prompts=max(1, at_once // c.eval_samples), rank=processes.rank,
-                          world_size=processes.size,
+        result = evaluate(model or run.model, run.tokenizer, run.eval_problems, processes, settings,
                           after_each=lambda: stop_if_asked(run) if label == "after" else None)
     run.output.log({"step": step, "phase": "eval", "label": label, **result})
     return result

