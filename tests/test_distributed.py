@@ -141,10 +141,9 @@ def test_several_processes_resume_exactly(small, whole, tmp_path, processes, cha
 
 
 def test_another_number_of_processes_goes_on(small, whole, tmp_path):
-    """Weights and optimizer, and so does the randomness, which the screen says."""
+    """Weights and optimizer, and so does the randomness."""
     finish(tmp_path, start(tmp_path, [*small, *FLAGS], 1, stop_at(4)), [143])
-    logs = finish(tmp_path, start(tmp_path, [*small, *FLAGS, "--resume"], 2))
-    assert "2 process(es) instead of 1" in logs and "stay the same" in logs
+    finish(tmp_path, start(tmp_path, [*small, *FLAGS, "--resume"], 2))
     assert_close_rows(learned(tmp_path / OUT), learned(whole[1]))
 
 
@@ -209,7 +208,7 @@ def test_a_loss_that_is_not_finite_on_one_process_skips_the_update_on_all(small,
         train.policy_loss = policy_loss
     flags = [*small, "--sft_steps=0", "--steps=20", "--save_every=1", "--eval_problems=0"]
     logs = finish(tmp_path, start(tmp_path, flags, 2, change), [2, 2])
-    assert logs.count("error: ") == 1 and f"good checkpoint is {OUT}/ckpt.pt" in logs
+    assert logs.count("error: ") == 1 and f"what was good stands in {OUT}/ckpt.pt" in logs
     assert "step 12: loss or gradient was not finite 10 times in a row" in logs
     rows = metrics(tmp_path / OUT)
     assert [row["skipped_updates"] for row in rows] == [0, 1, 1, *range(2, 12)]
