@@ -36,8 +36,8 @@ from lib.draws import seeded_uniforms
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command, end
 from lib.show import show_group
-from lib.training import (advise, before_rl, begin, check_together, end_step, finish, is_finished,
-                          plan, prepare, read_settings)
+from lib.training import (before_rl, begin, check_together, end_step, finish, is_finished, plan,
+                          prepare, read_settings)
 from logprobs import head_loss, token_logps
 from rewards import reward_parts
 from sample import completion_texts, pad, plain_stop, sample
@@ -300,27 +300,23 @@ def sft_example(run, number):
     return prompt, tokenizer.encode(text) + [tokenizer.eos_id]
 
 
-def warm_up(run):
-    """Cross-entropy on demonstrations, a mean over the tokens of the global batch."""
+def sft_step(run):
+    """Cross-entropy on demonstrations, a mean over the tokens of the global batch -> row of
+    metrics.jsonl."""
     c, processes = run.c, run.processes
     count = c.sft_batch_size // processes.size
-    bar = run.bar("SFT", c.sft_steps, run.step)
-    while run.step < c.sft_steps:
-        began = time.time()
-        first = run.step * c.sft_batch_size + processes.rank * count
-        prompts, completions = zip(*(sft_example(run, first + i) for i in range(count)))
-        ids, lengths = pad(completions, processes.device)  # (N, L), (N,)
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (N, L)
-        tokens = processes.total(lengths.sum().item())
-        weights = mask / tokens  # (N, L)
-        batch = make_batch(prompts, ids, mask)
-        loss, _ = backward(run, batch, list(range(count)), cross_entropy, [weights])
-        loss = processes.total(loss)
-        lr = learning_rate(run.step, c.sft_steps, c.sft_learning_rate)
-        norm = update(run, lr, 1.0, loss)  # clipped at 1, the usual value for SFT
-        row = {"phase": "sft", "loss": loss, "tokens": tokens, "grad_norm": norm, "lr": lr}
-        end_step(run, row, began, bar, {"loss": f"{loss:.3f}"})
-    bar.close()
+    first = run.step * c.sft_batch_size + processes.rank * count
+    prompts, completions = zip(*(sft_example(run, first + i) for i in range(count)))
+    ids, lengths = pad(completions, processes.device)  # (N, L), (N,)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (N, L)
+    tokens = processes.total(lengths.sum().item())
+    weights = mask / tokens  # (N, L)
+    batch = make_batch(prompts, ids, mask)
+    loss, _ = backward(run, batch, list(range(count)), cross_entropy, [weights])
+    loss = processes.total(loss)
+    lr = learning_rate(run.step, c.sft_steps, c.sft_learning_rate)
+    norm = update(run, lr, 1.0, loss)  # clipped at 1, the usual value for SFT
+    return {"phase": "sft", "loss": loss, "tokens": tokens, "grad_norm": norm, "lr": lr}
 
 
 # ---- reinforcement learning ----------------------------------------------------------------------
@@ -408,23 +404,6 @@ def rl_step(run):
     return row
 
 
-def reinforce(run):
-    c = run.c
-    before_rl(run)
-    if run.step == c.sft_steps:
-        run.optimizer = make_optimizer(run.model)
-    bar = run.bar(c.algo.upper(), c.steps, run.step - c.sft_steps)
-    while run.step < c.sft_steps + c.steps:
-        began = time.time()
-        row = rl_step(run)
-        shown = {short: f"{row[name]:.2f}" for short, name in (
-            ("reward", "reward"), ("acc", "accuracy"), ("format", "format"), ("H", "entropy"),
-            ("kept", "kept"), ("conflict", "conflict"), ("grad", "grad_norm"))}
-        advise(run, row)
-        end_step(run, row, began, bar, shown)
-    bar.close()
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 def parallel(run):
@@ -439,6 +418,16 @@ def parallel(run):
     batch = make_batch([[0, 0]], ids, ids == 0)
     backward(run, batch, [0], lambda logps: 0 * logps.sum(), [])
     run.optimizer.zero_grad(set_to_none=True)
+
+
+def loop(run, name, step, first, last):
+    """Steps `first` to `last` of the run; one that was resumed goes on in the middle."""
+    bar = run.bar(name, last - first, run.step - first)
+    while run.step < last:
+        began = time.time()
+        row = step(run)
+        end_step(run, row, began, bar)
+    bar.close()
 
 
 def main(argv):
@@ -462,9 +451,12 @@ def main(argv):
             begin(run)
             parallel(run)
             if run.step < c.sft_steps:
-                warm_up(run)
+                loop(run, "SFT", sft_step, 0, c.sft_steps)
             if c.algo != "sft":
-                reinforce(run)
+                before_rl(run)
+                if run.step == c.sft_steps:
+                    run.optimizer = make_optimizer(run.model)
+                loop(run, c.algo.upper(), rl_step, c.sft_steps, run.last)
             finish(run)
     processes.close()
     return 0

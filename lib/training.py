@@ -349,15 +349,19 @@ output    {c.out}/
 
 # ---- what happens after a step -------------------------------------------------------------------
 
-def end_step(run, row, began, bar, shown):
-    """After a step of either loop: its row, the bar, now and then a checkpoint. SystemExit, after a
+def end_step(run, row, began, bar):
+    """After a step of either kind: its row, the bar, now and then a checkpoint. SystemExit, after a
     checkpoint, when a signal asked for it; ValueError when nothing is finite any more."""
     c = run.c
     run.output.log({"step": run.step, **row, "skipped_updates": run.skipped_updates,
                     "seconds": time.time() - began,
                     "memory_mib": peak_memory(run.processes.device)})
     run.step += 1
-    bar.set_postfix(shown)
+    shown = ["loss"]
+    if row["phase"] != "sft":
+        shown = ["reward", "accuracy", "format", "entropy", "kept", "conflict", "grad_norm"]
+        advise(run, row)
+    bar.set_postfix({name: f"{row[name]:.2f}" for name in shown})
     bar.update()
     if run.bad_in_a_row >= MOST_BAD_UPDATES:
         error = ValueError(f"step {run.step - 1}: loss or gradient was not finite "
