@@ -101,6 +101,16 @@ def compile_where_it_pays(model, choice, say):
     say(f"not compiled: {needs}")
 
 
+def own_gpu():
+    """The GPU of this process, of those of its node. ValueError if there is none."""
+    count, place = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if place >= count:
+        raise ValueError(f"process {place} of this node has no GPU: PyTorch sees {count}; use "
+                         "--device=cpu, or start torchrun with --nproc_per_node=GPUS")
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
+
+
 class Processes:
     """This process among those that torchrun started (alone without torchrun)."""
 
@@ -110,9 +120,7 @@ class Processes:
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.main = self.rank == 0
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda" if cuda else "cpu")
-        if cuda:
-            self.take_gpu()
+        self.device = own_gpu() if cuda else torch.device("cpu")
         if self.size > 1:
             store, *_ = next(rendezvous("env://", timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -122,16 +130,6 @@ class Processes:
                 store = dist.PrefixStore(f"start {start}", store)
             dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self.rank,
                                     world_size=self.size, timeout=timeout)
-
-    def take_gpu(self):
-        count, place = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-        if not count:
-            raise ValueError("device='cuda': this PyTorch sees no CUDA device; use --device=cpu")
-        if place >= count:
-            raise ValueError(f"process {place} of this node has no GPU: PyTorch sees {count}; "
-                             f"start torchrun with --nproc_per_node={count}, or use --device=cpu")
-        self.device = torch.device("cuda", place)
-        torch.cuda.set_device(self.device)
 
     def total(self, numbers):
         """A number, or a list of them, summed over all processes, in float64."""
@@ -258,8 +256,6 @@ class Output:
     def load(self, keys):
         """The checkpoint, which must have these keys. ValueError if it cannot be read."""
         try:
-            if not os.path.getsize(self.checkpoint):
-                raise ValueError("it is empty")
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True, mmap=True)
             for key in keys:
                 if key not in state:

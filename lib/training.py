@@ -1,6 +1,6 @@
 """
-A training run around its two loops, which are in train.py: what it needs, how it begins and goes
-on, what happens after every step, how it is evaluated and saved.
+A training run around its steps, which are in train.py: what it needs, how it begins and goes on,
+what happens after every step, how it is evaluated and saved.
 """
 import contextlib
 import hashlib
@@ -35,7 +35,7 @@ CHECKPOINT = (*STATE, "reference", "model", "optimizer", "seed", "sft_steps", "p
 
 @dataclass
 class Run:
-    """What the loops share. `step` counts the updates of the warm-up, then RL steps."""
+    """What the steps share. `step` counts the updates of the warm-up, then RL steps."""
     c: object  # train.TrainConfig
     changed: list  # what a resumed run does otherwise than before, a line each
     processes: Processes

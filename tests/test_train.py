@@ -115,15 +115,12 @@ def test_the_screen_says_what_is_done(demo):
     ("", f"{OUT} already holds ckpt.pt, model, sft, heldout.jsonl, config.toml, metrics.jsonl: "
      "--resume goes on where there is a ckpt.pt, --out=OTHER starts another run beside it, "
      "--overwrite deletes it"),
-    ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --data=gsm9k", "gsm8k"),
-    ("--overwrite --data=/nowhere.jsonl", "/nowhere.jsonl"),
-    ("--overwrite --adapter=/none", "/none"), ("--overwrite --max_new_tokens=5000", "positions"),
-    ("--overwrite --max_prompt_tokens=2", "usable prompts"),
-    ("--overwrite --prompts_per_step=50", "50 are needed"),
+    ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --adapter=/none", "/none"),
+    ("--overwrite --data=gsm9k", "gsm8k"), ("--overwrite --max_new_tokens=5000", "positions"),
+    ("--overwrite --prompts_per_step=50", "13 usable prompts (0 longer than"),
     (f"--overwrite --model={OUT}/model", f"model={OUT}/model lies in the output folder"),
     (f"--overwrite --eval_data={OUT}/heldout.jsonl", "eval_data="),
     ("--overwrite --max_prompt_tokens=10 --max_new_tokens=8", "demonstrations are longer"),
-    ("--overwrite --lerning_rate=1", "learning_rate"),
     ("--overwrite --eval_problems=15", "cannot hold out"),
     ("--resume --seed=1", f"{OUT}/ckpt.pt: another seed than then; a run keeps these; --out=OTHER "
      "starts another\n  seed is 1, it was 0"),
