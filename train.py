@@ -374,7 +374,7 @@ def rl_step(run):
     # completions whose weights are all 0 are not run; but DDP waits for a gradient from every
     # process, so if none is left the first one is run all the same, for a gradient of 0
     rows = per_token[0].any(-1).nonzero()[:, 0].tolist() or [0]
-    if run.reference is not None:
+    if run.reference is not None:  # the KL term counts on all completions
         rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
         per_token += [kl_weights.flatten(0, 1), reference_logps(run, batch, rows)]
