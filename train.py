@@ -36,8 +36,8 @@ from lib.draws import seeded_uniforms
 from lib.lora import adapter_as
 from lib.run import Output, Processes, Signals, command, end
 from lib.show import show_group
-from lib.training import (advise, before_rl, begin, check_together, end_step, finish, is_finished,
-                          plan, prepare, read_settings)
+from lib.training import (before_rl, begin, check_together, end_step, finish, is_finished, plan,
+                          prepare, read_settings)
 from logprobs import head_loss, token_logps
 from rewards import reward_parts
 from sample import completion_texts, pad, plain_stop, sample
@@ -164,9 +164,9 @@ class Batch:
                      self.ids[rows, :L], self.mask[rows, :L])
 
     def hidden(self, model):
-        """The hidden states that predict each token, (N, L, H)."""
+        """The hidden states that predict the real tokens, (tokens, H)."""
         return model.completion_hidden(self.prompt_ids, self.prompt_lengths, self.ids,
-                                       self.prompt_of)
+                                       self.prompt_of)[self.mask]
 
     def spread(self, values):
         """One number of each real token, (tokens,) -> (N, L), 0 on padding."""
@@ -194,6 +194,12 @@ class Batch:
         yield some
 
 
+def make_batch(prompts, ids, mask):
+    """Batch of prompts (P lists of ids) and completions (N, L), of each prompt N / P in a row."""
+    prompt_of = torch.arange(len(ids), device=ids.device) // (len(ids) // len(prompts))  # (N,)
+    return Batch(*pad(prompts, ids.device), prompt_of, ids, mask)
+
+
 class Policy(torch.nn.Module):
     """What DistributedDataParallel wraps: a micro-batch in, its loss out."""
 
@@ -205,9 +211,8 @@ class Policy(torch.nn.Module):
         """token_loss(logps, *per_token) is a sum over tokens; per_token: tensors (N, L). Returns
         the loss and the log-probs (N, L)."""
         mask = batch.mask
-        hidden = batch.hidden(self.model)[mask]  # (tokens, H)
-        loss, logps = head_loss(hidden, self.model.head_weight, batch.ids[mask], token_loss,
-                                [x[mask] for x in per_token], temperature)
+        loss, logps = head_loss(batch.hidden(self.model), self.model.head_weight, batch.ids[mask],
+                                token_loss, [x[mask] for x in per_token], temperature)
         return loss, batch.spread(logps)
 
 
@@ -240,8 +245,8 @@ def reference_logps(run, batch, rows):
     with torch.no_grad(), run.autocast(), swapped:
         for some in batch.micro_batches(rows, run.c.micro_tokens):
             micro = batch.take(some)
-            hidden, ids = micro.hidden(model)[micro.mask], micro.ids[micro.mask]  # (tokens, ..)
-            found = token_logps(hidden, model.head_weight, ids, run.c.temperature)  # (tokens,)
+            found = token_logps(micro.hidden(model), model.head_weight, micro.ids[micro.mask],
+                                run.c.temperature)  # (tokens,)
             logps[some, : micro.ids.shape[1]] = micro.spread(found)
     return logps
 
@@ -295,32 +300,34 @@ def sft_example(run, number):
     return prompt, tokenizer.encode(text) + [tokenizer.eos_id]
 
 
-def warm_up(run):
-    """Cross-entropy on demonstrations, a mean over the tokens of the global batch."""
+def sft_step(run):
+    """Cross-entropy on demonstrations, a mean over the tokens of the global batch -> row of
+    metrics.jsonl."""
     c, processes = run.c, run.processes
     count = c.sft_batch_size // processes.size
-    bar = run.bar("SFT", c.sft_steps, run.step)
-    while run.step < c.sft_steps:
-        began = time.time()
-        first = run.step * c.sft_batch_size + processes.rank * count
-        prompts, completions = zip(*(sft_example(run, first + i) for i in range(count)))
-        prompt_ids, prompt_lengths = pad(prompts, processes.device)  # (N, Tp), (N,)
-        ids, lengths = pad(completions, processes.device)  # (N, L), (N,)
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (N, L)
-        own_prompt = torch.arange(count, device=ids.device)  # (N,)
-        batch = Batch(prompt_ids, prompt_lengths, own_prompt, ids, mask)
-        tokens = processes.totals({"tokens": lengths.sum().item()})["tokens"]
-        weights = mask / tokens  # (N, L)
-        loss, _ = backward(run, batch, list(range(count)), cross_entropy, [weights])
-        loss = processes.totals({"loss": loss})["loss"]
-        lr = learning_rate(run.step, c.sft_steps, c.sft_learning_rate)
-        norm = update(run, lr, 1.0, loss)  # clipped at 1, the usual value for SFT
-        row = {"phase": "sft", "loss": loss, "tokens": tokens, "grad_norm": norm, "lr": lr}
-        end_step(run, row, began, bar, {"loss": f"{loss:.3f}"})
-    bar.close()
+    first = run.step * c.sft_batch_size + processes.rank * count
+    prompts, completions = zip(*(sft_example(run, first + i) for i in range(count)))
+    ids, lengths = pad(completions, processes.device)  # (N, L), (N,)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # (N, L)
+    tokens = processes.total(lengths.sum().item())
+    weights = mask / tokens  # (N, L)
+    batch = make_batch(prompts, ids, mask)
+    loss, _ = backward(run, batch, list(range(count)), cross_entropy, [weights])
+    loss = processes.total(loss)
+    lr = learning_rate(run.step, c.sft_steps, c.sft_learning_rate)
+    norm = update(run, lr, 1.0, loss)  # clipped at 1, the usual value for SFT
+    return {"phase": "sft", "loss": loss, "tokens": tokens, "grad_norm": norm, "lr": lr}
 
 
 # ---- reinforcement learning ----------------------------------------------------------------------
+
+def grade(texts, problems, device):
+    """The parts of each completion's reward by name: texts, P lists of G -> {name: (P, G)}."""
+    graded = [[reward_parts(text, problem.answer) for text in group]
+              for problem, group in zip(problems, texts)]
+    return {name: torch.tensor([[float(one[name]) for one in group] for group in graded],
+                               device=device) for name in graded[0][0]}
+
 
 def rl_step(run):
     """One rollout and what is learned from it -> row of metrics.jsonl."""
@@ -341,20 +348,16 @@ def rl_step(run):
                    noise=noise, stop=plain_stop(run.tokenizer) if run.plain else None)  # (P, G, L)
     sample_seconds = time.time() - began
 
-    # 3. rewards by rule: the sum of the parts of each completion's reward
+    # 3. rewards by rule
     texts = completion_texts(run.tokenizer, s, prompts, run.plain)  # P lists of G
-    graded = [[reward_parts(text, problem.answer) for text in group]
-              for problem, group in zip(problems, texts)]
-    parts = {name: torch.tensor([[float(one[name]) for one in group] for group in graded],
-                                device=device) for name in graded[0][0]}  # (P, G) each
+    parts = grade(texts, problems, device)  # {"format": (P, G), "accuracy": (P, G)}
     rewards = sum(parts.values())  # (P, G)
 
     # 4. what each token counts, equations (1) to (5): constants, no gradient
     advantages = group_advantages(rewards, c.scale)  # (P, G)
     entropy = mean_entropy(s.entropy, s.mask)  # (P, G)
     if run.initial_entropy is None:  # <H>_ini: the first batch, of all processes
-        total = processes.totals({"entropy": entropy.sum().item()})["entropy"]
-        run.initial_entropy = total / (c.prompts_per_step * G)
+        run.initial_entropy = processes.means({"entropy": entropy})["entropy"]
     lam = conflict_weights(s.ids, s.mask, advantages)  # (P, G, L)
     # lambda and delta are made when they are switched off, too: the log tells what they would be
     delta = keep_completions(entropy, run.initial_entropy, c.entropy_threshold,
@@ -365,63 +368,40 @@ def rl_step(run):
     weights = weights / c.prompts_per_step  # (P, G, L) a mean over the groups of all processes
 
     # 5. the gradient of -J, equations (6) and (7), a sum over tokens; 6. the update
-    batch = Batch(*pad(prompts, device), torch.arange(P, device=device).repeat_interleave(G),
-                  s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
+    batch = make_batch(prompts, s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
     old_logps = s.logps.flatten(0, 1)  # (N, L) of pi_old, which sampled
     per_token = [weights.flatten(0, 1), old_logps]  # (N, L) each, in the order of policy_loss
     # completions whose weights are all 0 are not run; but DDP waits for a gradient from every
     # process, so if none is left the first one is run all the same, for a gradient of 0
-    rows = weights.flatten(0, 1).any(-1).nonzero()[:, 0].tolist() or [0]
-    if run.reference is not None:
+    rows = per_token[0].any(-1).nonzero()[:, 0].tolist() or [0]
+    if run.reference is not None:  # the KL term counts on all completions
         rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
         per_token += [kl_weights.flatten(0, 1), reference_logps(run, batch, rows)]
-    losses, norms, lr = [], [], learning_rate(step, c.steps, c.learning_rate)
+    token_loss = functools.partial(policy_loss, epsilon=c.epsilon)
+    losses, lr = [], learning_rate(step, c.steps, c.learning_rate)
     for _ in range(c.updates_per_rollout):
-        loss, logps = backward(run, batch, rows, functools.partial(policy_loss, epsilon=c.epsilon),
-                               per_token, c.temperature)
+        loss, logps = backward(run, batch, rows, token_loss, per_token, c.temperature)
         if not losses:  # before the first update trainer and sampler should agree
             mismatch = (logps - old_logps)[rows][batch.mask[rows]].abs()  # (tokens,) nats
-        losses.append(processes.totals({"loss": loss})["loss"])
-        norms.append(update(run, lr, c.grad_clip, losses[-1]))
+        losses.append(processes.total(loss))
+        norm = update(run, lr, c.grad_clip, losses[-1])
 
-    # 7. what happened, means over the completions of all processes
-    means = {"reward": rewards, **parts, "accuracy": parts["accuracy"] > 0,
-             "format": parts["format"] >= 10, "entropy": entropy, "kept": delta,
-             "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1)}  # (P, G) each
-    tied = rewards.amax(1) == rewards.amin(1)  # (P,)
-    total = processes.totals({
-        **{name: x.sum().item() for name, x in means.items()}, "tied": tied.sum().item(),
-        "conflict": ((lam != 1) & s.mask).sum().item(), "mismatch": mismatch.sum().item(),
-        "trained": mismatch.numel()})
-    row = {"phase": c.algo, **{name: total[name] / (c.prompts_per_step * G) for name in means},
-           "tied": total["tied"] / c.prompts_per_step,
-           "conflict": total["conflict"] / total["completion_tokens"],
-           "initial_entropy": run.initial_entropy, "tokens": total["completion_tokens"],
-           "mismatch": total["mismatch"] / total["trained"], "loss": sum(losses) / len(losses),
-           "grad_norm": norms[-1], "lr": lr, "sample_seconds": sample_seconds}
+    # 7. what happened, means over all processes
+    row = {"phase": c.algo, **processes.means({
+               "reward": rewards, **parts, "accuracy": parts["accuracy"] > 0,
+               "format": parts["format"] >= 10, "entropy": entropy, "kept": delta,
+               "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1),
+               "tied": rewards.amax(1) == rewards.amin(1), "conflict": (lam != 1)[s.mask],
+               "mismatch": mismatch}),
+           "initial_entropy": run.initial_entropy, "tokens": processes.total(s.mask.sum().item()),
+           "loss": sum(losses) / len(losses), "grad_norm": norm, "lr": lr,
+           "sample_seconds": sample_seconds}
     if c.show_every and step % c.show_every == 0:
         run.say(f"\nstep {step}, one group:\n" + show_group(
             run.tokenizer, problems[0].question, problems[0].answer, s.ids[0], s.mask[0],
             rewards[0], advantages[0], entropy[0], used_delta[0], used_lam[0]))
     return row
-
-
-def reinforce(run):
-    c = run.c
-    before_rl(run)
-    if run.step == c.sft_steps:
-        run.optimizer = make_optimizer(run.model)
-    bar = run.bar(c.algo.upper(), c.steps, run.step - c.sft_steps)
-    while run.step < c.sft_steps + c.steps:
-        began = time.time()
-        row = rl_step(run)
-        shown = {short: f"{row[name]:.2f}" for short, name in (
-            ("reward", "reward"), ("acc", "accuracy"), ("format", "format"), ("H", "entropy"),
-            ("kept", "kept"), ("conflict", "conflict"), ("grad", "grad_norm"))}
-        advise(run, row)
-        end_step(run, row, began, bar, shown)
-    bar.close()
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -434,10 +414,20 @@ def parallel(run):
     run.policy = DistributedDataParallel(run.policy, gradient_as_bucket_view=True)
     # DDP sorts its buckets anew after its first backward. With one at every start, a resumed run
     # adds up gradients in the same order as one that was never stopped.
-    zero = torch.zeros(1, 2, dtype=torch.long, device=run.processes.device)  # two tokens
-    batch = Batch(zero, zero[:, 0] + 2, zero[:, 0], zero, zero == 0)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=run.processes.device)
+    batch = make_batch([[0, 0]], ids, ids == 0)
     backward(run, batch, [0], lambda logps: 0 * logps.sum(), [])
     run.optimizer.zero_grad(set_to_none=True)
+
+
+def loop(run, name, step, first, last):
+    """Steps `first` to `last` of the run; one that was resumed goes on in the middle."""
+    bar = run.bar(name, last - first, run.step - first)
+    while run.step < last:
+        began = time.time()
+        row = step(run)
+        end_step(run, row, began, bar)
+    bar.close()
 
 
 def main(argv):
@@ -461,9 +451,12 @@ def main(argv):
             begin(run)
             parallel(run)
             if run.step < c.sft_steps:
-                warm_up(run)
+                loop(run, "SFT", sft_step, 0, c.sft_steps)
             if c.algo != "sft":
-                reinforce(run)
+                before_rl(run)
+                if run.step == c.sft_steps:
+                    run.optimizer = make_optimizer(run.model)
+                loop(run, c.algo.upper(), rl_step, c.sft_steps, run.last)
             finish(run)
     processes.close()
     return 0

@@ -63,12 +63,10 @@ def text_mark(piece, weight, color=False):
     return f"\x1b[{code}m{piece}\x1b[0m" if color else piece
 
 
-def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam,
-               color=None):
-    """One group as text. ids, mask, lam (G, L): lam holds the weights that were used; rewards,
-    advantages, entropy, kept (G,). gold may be None. color None: if the screen has it."""
-    if color is None:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+def show_group(tokenizer, question, gold, ids, mask, rewards, advantages, entropy, kept, lam):
+    """One group as text, in color on a screen. ids, mask, lam (G, L): lam holds the weights that
+    were used; rewards, advantages, entropy, kept (G,). gold may be None."""
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     lines = [heading(question, gold), "reward  advantage  entropy  tokens"]
     for g, (n, runs) in enumerate(completions(tokenizer, ids, mask, lam)):
         figures = f"{rewards[g]:6.1f} {advantages[g]:+10.2f} {entropy[g]:8.3f} {n:7d}"

@@ -1,12 +1,11 @@
 """
-A training run around its two loops, which are in train.py: what it needs, how it begins and goes
-on, what happens after every step, how it is evaluated and saved.
+A training run around its steps, which are in train.py: what it needs, how it begins and goes on,
+what happens after every step, how it is evaluated and saved.
 """
 import contextlib
 import hashlib
 import json
 import os
-import re
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -30,14 +29,13 @@ from tools.plan import model_config, report
 
 MOST_BAD_UPDATES = 10  # in a row whose loss or gradient is not finite, then the run ends
 DULL_STEPS = 5  # in a row that teach nothing, then a line says so
-CHECKPOINT = {"step": int, "model": dict, "optimizer": dict, "processes": int, "seed": int,
-              "sft_steps": int, "problems": str, "frozen": str, "skipped_updates": int,
-              "initial_entropy": float | None, "before": dict | None, "reference": dict | None}
+STATE = "step", "initial_entropy", "before", "skipped_updates"  # of a Run, in its checkpoint
+CHECKPOINT = (*STATE, "reference", "model", "optimizer", "seed", "sft_steps", "problems", "frozen")
 
 
 @dataclass
 class Run:
-    """What the loops share. `step` counts the updates of the warm-up, then RL steps."""
+    """What the steps share. `step` counts the updates of the warm-up, then RL steps."""
     c: object  # train.TrainConfig
     changed: list  # what a resumed run does otherwise than before, a line each
     processes: Processes
@@ -128,9 +126,6 @@ def check_together(c, processes):
     if c.overwrite and c.resume != "no":
         raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "
                          "with it: give one of the two")
-    if c.lora_rank and c.adapter:
-        raise ValueError(f"lora_rank={c.lora_rank} makes a new adapter, adapter={c.adapter} goes "
-                         "on with an old one: give one of the two")
     if c.updates_per_rollout > 1 and not c.epsilon:
         raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
                          "an epsilon, such as 0.2")
@@ -141,8 +136,7 @@ def check_together(c, processes):
             raise ValueError(f"{name}={getattr(c, name)} is not divisible by the {processes} "
                              f"processes; choose a multiple of {processes}")
     if not c.sft_steps and (c.algo == "sft" or not c.steps):
-        raise ValueError("sft_steps=0" + (" with algo='sft'" if c.algo == "sft" else " and steps=0")
-                         + ": there is nothing to do")
+        raise ValueError(f"sft_steps=0, steps={c.steps}, algo={c.algo!r}: there is nothing to do")
 
 
 def plan(c, processes):
@@ -171,15 +165,15 @@ def prepare(c, changed, processes, output, signals, make_optimizer):
     costs nothing. ValueError and OSError say what is wrong. -> Run"""
     output.lock()
     state = open_output(c, output)
+    dtype = torch.float32  # of weights that learn; those below an adapter do not
+    if c.lora_rank or c.adapter:
+        dtype = forward_dtype(c.dtype, processes.device)
     folder = source = c.model or output.path("init")
     with tempfile.TemporaryDirectory() as tiny:
         if not c.model and state is None:  # it is not in the output folder yet
             source = tiny
             make_tiny_model(tiny, c.seed)
         tokenizer = Tokenizer.from_pretrained(source, adapter=c.adapter or None)
-        dtype = torch.float32  # of weights that learn; those below an adapter do not
-        if c.lora_rank or c.adapter:
-            dtype = forward_dtype(c.dtype, processes.device)
         model = GPT.from_pretrained(source, adapter=c.adapter or None, dtype=dtype,
                                     device=processes.device)
     model.folder, model.checkpointing = folder, c.checkpointing
@@ -215,20 +209,15 @@ def prepare(c, changed, processes, output, signals, make_optimizer):
 def open_output(c, output):
     """The checkpoint to go on from, or None for a new run. ValueError if the folder holds a run
     and nobody said what to do, or what may be the user's own."""
-    stands, held = output.stands(), ""
-    if "ckpt.pt" in stands:
-        if c.resume != "no":
-            return output.load(CHECKPOINT)
-        held = "a run: --resume goes on with it"
-    elif "metrics.jsonl" in stands and {"model", "adapter"} & set(stands):
-        held = "a run whose ckpt.pt is gone, so that nothing can go on with it"
-    elif "metrics.jsonl" in stands and c.resume == "no":
-        held = "a run that ended before its first checkpoint: --resume starts it again"
-    elif stands and "metrics.jsonl" not in stands:
-        held = f"{', '.join(stands)}, which a new run would delete"
-    if held and not c.overwrite:
-        raise ValueError(f"{c.out} already holds {held}; --out=OTHER starts another beside it, "
-                         "--overwrite deletes it")
+    stands, resume = output.stands(), c.resume != "no"
+    if "ckpt.pt" in stands and resume:
+        return output.load(CHECKPOINT)
+    # a run that ended before its first checkpoint is started again
+    again = resume and "metrics.jsonl" in stands and not {"model", "adapter"} & set(stands)
+    if stands and not (again or c.overwrite):
+        raise ValueError(f"{c.out} already holds {', '.join(stands)}: --resume goes on where there "
+                         "is a ckpt.pt, --out=OTHER starts another run beside it, --overwrite "
+                         "deletes it")
     for name in ("model", "adapter", "data", "eval_data"):
         path = os.path.realpath(getattr(c, name)) + os.sep
         if getattr(c, name) and path.startswith(os.path.realpath(c.out) + os.sep):
@@ -252,11 +241,7 @@ def read_problems(c, say):
             say(f"{c.data}: {len(problems) - len(rest)} problems are left out of training, they "
                 "are those of the evaluation")
         return rest, test
-    rest, test = held_out(problems, c.eval_problems)  # the same split for every seed
-    if len(test) > len(rest):
-        say(f"{c.data}: {len(test)} problems are held out for evaluation and {len(rest)} stay to "
-            "train on; --eval_problems sets how many")
-    return rest, test
+    return held_out(problems, c.eval_problems)  # the same split for every seed
 
 
 def usable_demonstrations(c, tokenizer, prompts):
@@ -290,14 +275,6 @@ def check_ids(model, tokenizer, prompts):
 def restore(run, state):
     """The run as the checkpoint has it. ValueError names what differs between the two."""
     path, model = run.output.checkpoint, run.model
-    then_and_now = {"seed": run.c.seed, "sft_steps": run.c.sft_steps, "problems": run.problems}
-    for name, now in then_and_now.items():
-        if state[name] != now:
-            what = f"{name} was {state[name]!r} then and is {now!r} now"
-            if name == "problems":
-                what = "other problems than then to train on"
-            text = f"{path}: {what}; a run keeps these; --out=OTHER starts another"
-            raise ValueError("\n  ".join([text, *run.changed]))
     own = {name: tuple(p.shape) for name, p in trained(model).items()}
     saved = {name: tuple(getattr(x, "shape", ())) for name, x in state["model"].items()}
     for name in [*own, *saved]:
@@ -305,22 +282,20 @@ def restore(run, state):
             raise ValueError(f"{path}: tensor {name!r} is {saved.get(name, 'missing')} in the "
                              f"checkpoint and {own.get(name, 'missing')} in this model; resume "
                              "with the model that the run began with")
-    if state["frozen"] != run.frozen:
-        raise ValueError(f"{path}: the weights below the adapter are others than then")
+    for name, now, what in (("seed", run.c.seed, "another seed"),
+                            ("sft_steps", run.c.sft_steps, "other sft_steps"),
+                            ("problems", run.problems, "other problems to train on"),
+                            ("frozen", run.frozen, "other weights below the adapter")):
+        if state[name] != now:
+            text = f"{path}: {what} than then; a run keeps these; --out=OTHER starts another"
+            raise ValueError("\n  ".join([text, *run.changed]))
     if run.c.beta and model.lora and state["step"] > run.c.sft_steps and not state["reference"]:
         raise ValueError(f"{path}: beta={run.c.beta} needs the adapter as it was before RL, which "
-                          "a run that began with beta=0 did not keep; start another: --out=OTHER")
+                         "a run that began with beta=0 did not keep; start another: --out=OTHER")
     model.load_state_dict(state["model"], strict=False)  # it may hold an adapter alone
-    try:
-        run.optimizer.load_state_dict(state["optimizer"])
-    except Exception as e:  # many kinds
-        raise ValueError(f"{path}: the optimizer's state does not fit this model "
-                         f"({type(e).__name__}: {str(e)[:200]})") from None
-    for name in ("step", "initial_entropy", "before", "reference", "skipped_updates"):
+    run.optimizer.load_state_dict(state["optimizer"])
+    for name in (*STATE, "reference"):
         setattr(run, name, state[name])
-    if state["processes"] != run.processes.size:
-        run.say(f"{run.processes.size} process(es) instead of {state['processes']}: prompts and "
-                "random numbers depend on seed, step and prompt alone and stay the same")
 
 
 def begin(run):
@@ -346,8 +321,7 @@ def begin(run):
     introduce(run)
     problem, ids = run.prompts[0]
     asked = c.model and not run.plain and not problem.messages  # the demo's template is to do so
-    said, shown = (re.sub(r"\W", "", x) for x in (run.system_prompt, run.tokenizer.decode(ids)))
-    if asked and said not in shown:
+    if asked and run.system_prompt.strip() not in run.tokenizer.decode(ids):
         run.say("note: the chat template leaves the system prompt out: nothing asks for the format "
                 "that the rewards look for; put that into the questions, or --prompt_style=plain")
     compile_where_it_pays(run.model, c.compile, run.say)
@@ -375,41 +349,40 @@ output    {c.out}/
 
 # ---- what happens after a step -------------------------------------------------------------------
 
-def end_step(run, row, began, bar, shown):
-    """After a step of either loop: its row, the bar, now and then a checkpoint. SystemExit, after a
+def end_step(run, row, began, bar):
+    """After a step of either kind: its row, the bar, now and then a checkpoint. SystemExit, after a
     checkpoint, when a signal asked for it; ValueError when nothing is finite any more."""
-    c, seconds = run.c, time.time() - began
+    c = run.c
     run.output.log({"step": run.step, **row, "skipped_updates": run.skipped_updates,
-                    "seconds": seconds, "memory_mib": peak_memory(run.processes.device)})
+                    "seconds": time.time() - began,
+                    "memory_mib": peak_memory(run.processes.device)})
     run.step += 1
-    bar.set_postfix(shown)
+    shown = ["loss"]
+    if row["phase"] != "sft":
+        shown = ["reward", "accuracy", "format", "entropy", "kept", "conflict", "grad_norm"]
+        advise(run, row)
+    bar.set_postfix({name: f"{row[name]:.2f}" for name in shown})
     bar.update()
-    if run.processes.main and bar.n - bar.initial == 1 and bar.total > bar.n:
-        left = seconds * (bar.total - bar.n) / 60
-        run.say(f"{bar.desc}: {seconds:.1f} s for the first step, about {left:.0f} min to go")
     if run.bad_in_a_row >= MOST_BAD_UPDATES:
-        kept = "there is no checkpoint yet"
-        if "ckpt.pt" in run.output.stands():
-            kept = f"the last good checkpoint is {run.output.checkpoint}"
         error = ValueError(f"step {run.step - 1}: loss or gradient was not finite "
-                           f"{run.bad_in_a_row} times in a row; {kept}; try a lower learning rate")
+                           f"{run.bad_in_a_row} times in a row; try a lower learning rate; what "
+                           f"was good stands in {run.output.checkpoint}, if there is one yet")
         raise error if run.processes.main else SystemExit(2)
-    if c.eval_every and c.sft_steps < run.step < run.last:
-        if (run.step - c.sft_steps) % c.eval_every == 0:
-            evaluation(run, "during", run.step - 1)
-    due = run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last)
-    if due:
+    rl_steps = run.step - c.sft_steps
+    if c.eval_every and rl_steps > 0 and rl_steps % c.eval_every == 0 and run.step < run.last:
+        evaluation(run, "during", run.step - 1)
+    stop_if_asked(run)
+    if run.step % c.save_every == 0 or run.step in (c.sft_steps, run.last):
         save(run)
-    stop_if_asked(run, saved=due)
 
 
-def stop_if_asked(run, saved=True):
-    """SystemExit, after a checkpoint if it is not saved yet, when a signal came to one of the
-    processes. All of them call this together."""
+def stop_if_asked(run):
+    """SystemExit, after a checkpoint, when a signal came to one of the processes. All of them call
+    this together."""
     stop = max(run.processes.gather(run.signals.received))
     if not stop:
         return
-    if not saved:
+    if run.optimizer:  # there is none in the last evaluation, before which all was saved
         save(run)
     run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
     raise SystemExit(128 + stop)
@@ -417,14 +390,16 @@ def stop_if_asked(run, saved=True):
 
 def advise(run, row):
     """One line when several RL steps in a row teach nothing, and why."""
-    cut = row["truncated"] > 0.5
-    run.dull_in_a_row = run.dull_in_a_row + 1 if cut or row["tied"] == 1 else 0
-    if run.dull_in_a_row == DULL_STEPS and cut:
-        run.say(f"note: most completions of {DULL_STEPS} steps in a row were cut off at "
-                f"max_new_tokens={run.c.max_new_tokens}, most before their answer: raise it")
-    elif run.dull_in_a_row == DULL_STEPS:
-        run.say(f"note: all groups of {DULL_STEPS} steps in a row had equal rewards, which teach "
-                "nothing: take other problems, a larger group_size, or a warm-up")
+    why = None
+    if row["truncated"] > 0.5:
+        why = (f"most completions were cut off at max_new_tokens={run.c.max_new_tokens}, most "
+               "before their answer: raise it")
+    elif row["tied"] == 1:
+        why = ("all groups had equal rewards, which teach nothing: take other problems, a larger "
+               "group_size, or a warm-up")
+    run.dull_in_a_row = run.dull_in_a_row + 1 if why else 0
+    if run.dull_in_a_row == DULL_STEPS:
+        run.say(f"note: in {DULL_STEPS} steps in a row {why}")
 
 
 def trained(model):
@@ -434,12 +409,11 @@ def trained(model):
 
 def save(run):
     """The checkpoint, from which a run goes on exactly."""
-    state = {"processes": run.processes.size, "seed": run.c.seed, "sft_steps": run.c.sft_steps,
-             "model": {name: p.detach() for name, p in trained(run.model).items()},
-             "optimizer": run.optimizer.state_dict()}
-    for name in ("step", "problems", "frozen", "initial_entropy", "before", "skipped_updates"):
-        state[name] = getattr(run, name)
-    state["reference"] = run.reference if run.model.lora else None  # else it lies in a folder
+    state = {name: getattr(run, name) for name in (*STATE, "problems", "frozen")}
+    state |= {"model": {name: p.detach() for name, p in trained(run.model).items()},
+              "optimizer": run.optimizer.state_dict(), "seed": run.c.seed,
+              "sft_steps": run.c.sft_steps,
+              "reference": run.reference if run.model.lora else None}  # else it lies in a folder
     run.output.save(state)
     run.processes.barrier()
 

@@ -80,7 +80,7 @@ def test_a_new_run_deletes_nothing_of_the_users_own(small, tmp_path):
     (tmp_path / "mine/config.toml").write_text("# my preset\n")
     (tmp_path / "mine/model/notes.txt").write_text("precious")
     for word in ([], ["--resume"]):
-        refused(tmp_path, [*small, "--out=mine", *word], "model, config.toml, which a new run")
+        refused(tmp_path, [*small, "--out=mine", *word], "already holds model, config.toml: ")
     assert (tmp_path / "mine/model/notes.txt").read_text() == "precious"
     assert (tmp_path / "mine/config.toml").read_text() == "# my preset\n"
 
@@ -91,8 +91,7 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
     cwd, flags, _ = done
     shutil.copytree(cwd / OUT, tmp_path / "run")
     os.rename(tmp_path / "run/ckpt.pt", tmp_path / "ckpt.pt")
-    refused(tmp_path, [*flags, "--out=run", "--resume"], "a run whose ckpt.pt is gone",
-            "--overwrite")
+    refused(tmp_path, [*flags, "--out=run", "--resume"], "run already holds model, ", "--overwrite")
     os.rename(tmp_path / "ckpt.pt", tmp_path / "run/ckpt.pt")
     os.remove(tmp_path / "run/config.toml")
     refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"], "run/config.toml is gone")
@@ -119,13 +118,13 @@ def test_other_answers_or_other_weights_below_an_adapter_are_noticed(small, smal
     run(tmp_path, *small, "--sft_steps=0", "--steps=1", "--model=model", "--data=p.jsonl",
         "--lora_rank=2", "--out=a")
     write_rows(tmp_path / "p.jsonl", [row | {"answer": "7"} for row in rows])
-    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "other problems than then",
+    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "other problems to train on than then",
             "steps is 2, it was 1")
     write_rows(tmp_path / "p.jsonl", rows)
     model = GPT.from_pretrained(tmp_path / "model")
     model.model.norm.weight.data += 1
     model.save_pretrained(tmp_path / "model")
-    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "weights below the adapter are others")
+    refused(tmp_path, ["--out=a", "--resume", "--steps=2"], "other weights below the adapter")
 
 
 def test_a_reader_who_goes_away_does_not_end_the_run(small, tmp_path):

@@ -97,10 +97,9 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     path.write_text('{"step": 0}\n[1]\n{"step": 1}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2: not a JSON object with step; mend or"):
         output.open_log(2)
-    for broken in ('"x"', "null", "[" * 100_000):  # regression: tracebacks
-        path.write_text(f'{{"step": 0}}\n{{"step": {broken}}}\n'.replace("[}", "[[\n"))
-        with pytest.raises(ValueError, match="metrics.jsonl:2: .*mend or remove"):
-            output.open_log(2)
+    path.write_text('{"step": 0}\n' + "[" * 100_000 + "\n")  # regression: a traceback
+    with pytest.raises(ValueError, match="metrics.jsonl:2: .*mend or remove"):
+        output.open_log(2)
     path.write_text('{"step": 0}\n{"step": 1}')  # an editor took the end of the line
     assert output.rows() == [{"step": 0}, {"step": 1}]
 
@@ -153,10 +152,10 @@ def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match="process 2 .* no GPU: PyTorch sees 2.*nproc_per_node=2"):
+    with pytest.raises(ValueError, match="process 2 .* no GPU: PyTorch sees 2; use --device=cpu"):
         Processes("auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="sees no CUDA device; use --device=cpu"):
+    with pytest.raises(ValueError, match="PyTorch sees 0; use --device=cpu"):
         Processes("cuda")
 
 

@@ -67,7 +67,7 @@ def test_no_mark_cuts_a_character():
 
 def test_show_group():
     """By hand: two completions of opposite sign share their first three tokens and their end."""
-    text = show_group(*group([b"12 a", b"12 bc", b"9"]), color=False)
+    text = show_group(*group([b"12 a", b"12 bc", b"9"]))
     question, head, *lines, legend = text.split("\n")
     assert question == "1+1?   (gold: 2)"
     assert [line.split(maxsplit=4) for line in lines] == [
@@ -81,7 +81,7 @@ def test_show_group():
 def test_the_legend_says_what_occurs():
     """Weights at padding, 0 by convention, are none of it."""
     args = group([b"a", b"bc"], torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 1.0]]))
-    assert show_group(*args, color=False).split("\n")[-1] == "[[..]]x3 weight 3; all else weight 1"
+    assert show_group(*args).split("\n")[-1] == "[[..]]x3 weight 3; all else weight 1"
     assert "weight 3; all else weight 1" in group_page(*args)
 
 

@@ -186,7 +186,8 @@ def test_one_step_is_the_slow_one(small, small_folder, tmp_path, monkeypatch, al
     kept = ~((entropy > math.log(2)) & (entropy.mean() < math.log(2)))
     means = {"reward": rewards, "format": parts["format"] == 10, "entropy": entropy, "kept": kept,
              "accuracy": parts["accuracy"] == 10, "initial_entropy": entropy,
-             "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1)}  # (P, G) each
+             "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1),  # (P, G) each
+             "tied": rewards.std(1) == 0}  # (P,)
     expected = {**{name: x.float().mean().item() for name, x in means.items()},
                 "conflict": (lam[s.mask] != 1).float().mean().item(), "lr": 0.01,
                 "loss": sum(losses) / len(losses), "grad_norm": norms[-1]}

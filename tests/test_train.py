@@ -36,7 +36,7 @@ RL = ["--sft_steps=0", "--eval_problems=0"]
     (dict(steps=2**40), "steps"), (dict(updates_per_rollout=2), "needs a clipped ratio"),
     (dict(sft_steps=0, steps=0), "nothing to do"), (dict(algo="sft", sft_steps=0), "nothing to do"),
     (dict(overwrite=True, resume="yes"), "give one of the two"), (dict(compile="1"), "compile"),
-    (dict(lora_rank=2, adapter="x"), "give one of the two"), (dict(resume="maybe"), "resume"),
+    (dict(resume="maybe"), "resume"),
     (dict(template_variables={"self": 1}), "'self' cannot be set"),
     (dict(question_field="q"), "question_field and .* a file, and arithmetic is none"),
     (dict(prompts_per_step=3), "prompts_per_step=3 .* 2 processes"),
@@ -108,27 +108,24 @@ def test_the_screen_says_what_is_done(demo):
                  "step 0, one group", "step 2, one group", "advantage", "before   after", "pass@1",
                  f"the policy is in {OUT}/model/"):
         assert part in text, part
-    assert re.findall(r"(SFT|GTPO): (\d+\.\d) s for the first step, about \d+ min to go", text)
-    assert text.count("min to go") == 2 and "step 1, one group" not in text
+    assert "step 1, one group" not in text
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("", f"{OUT} already holds a run: --resume goes on with it; --out=OTHER starts another beside "
-     "it, --overwrite deletes it"),
-    ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --data=gsm9k", "gsm8k"),
-    ("--overwrite --data=/nowhere.jsonl", "/nowhere.jsonl"),
-    ("--overwrite --adapter=/none", "/none"), ("--overwrite --max_new_tokens=5000", "positions"),
-    ("--overwrite --max_prompt_tokens=2", "usable prompts"),
-    ("--overwrite --prompts_per_step=50", "50 are needed"),
+    ("", f"{OUT} already holds ckpt.pt, model, sft, heldout.jsonl, config.toml, metrics.jsonl: "
+     "--resume goes on where there is a ckpt.pt, --out=OTHER starts another run beside it, "
+     "--overwrite deletes it"),
+    ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --adapter=/none", "/none"),
+    ("--overwrite --data=gsm9k", "gsm8k"), ("--overwrite --max_new_tokens=5000", "positions"),
+    ("--overwrite --prompts_per_step=50", "13 usable prompts (0 longer than"),
     (f"--overwrite --model={OUT}/model", f"model={OUT}/model lies in the output folder"),
     (f"--overwrite --eval_data={OUT}/heldout.jsonl", "eval_data="),
     ("--overwrite --max_prompt_tokens=10 --max_new_tokens=8", "demonstrations are longer"),
-    ("--overwrite --lerning_rate=1", "learning_rate"),
     ("--overwrite --eval_problems=15", "cannot hold out"),
-    ("--resume --seed=1", f"{OUT}/ckpt.pt: seed was 0 then and is 1 now"),
-    ("--resume --sft_steps=3", "sft_steps was 2 then and is 3 now"),
-    ("--resume --data=arithmetic --steps=9", "other problems than then to train on; a run keeps "
-     "these; --out=OTHER starts another\n  data is 'arithmetic', it was"),
+    ("--resume --seed=1", f"{OUT}/ckpt.pt: another seed than then; a run keeps these; --out=OTHER "
+     "starts another\n  seed is 1, it was 0"),
+    ("--resume --sft_steps=3", "other sft_steps than then"),
+    ("--resume --data=arithmetic --steps=9", "other problems to train on than then"),
     ("--resume --lora_rank=2", "lora_A' is missing in the checkpoint and (2, 32) in this model")])
 def test_nothing_is_deleted_before_all_is_checked(done, flags, says):
     """The old run was deleted first, and the mistake in the new command found then."""
@@ -365,8 +362,8 @@ def test_an_adapters_own_tokenizer_counts_and_one_line_says_so(small, small_fold
 
 
 @pytest.mark.parametrize("cut, tied, says", [
-    (True, True, "most completions of 5 steps in a row were cut off at max_new_tokens=16"),
-    (False, True, "all groups of 5 steps in a row had equal rewards"), (False, False, None)])
+    (True, True, "in 5 steps in a row most completions were cut off at max_new_tokens=16"),
+    (False, True, "in 5 steps in a row all groups had equal rewards"), (False, False, None)])
 def test_one_line_when_steps_teach_nothing(small, tmp_path, monkeypatch, cut, tied, says):
     """All groups tied at 0 and only the entropy term trained: 128 tokens were too few."""
     spy_on_prompts(monkeypatch, lambda samples: samples.finished.fill_(not cut))
