@@ -154,12 +154,14 @@ def hide_text(render, messages, tokens):
     characters = set().union(*texts)
     used = characters.union(plain, *tokens)
     private = (chr(c) for c in range(0xF0000, 0xFFFFE) if chr(c) not in used)
-    before, behind = next(private), next(private)
     hidden = {ord(c): p for c, p in zip(sorted(characters), private)}
     visible = {c: p for c, p in hidden.items() if not chr(c).isspace()}
-    back = str.maketrans({p: chr(c) for c, p in hidden.items()} | {before: "", behind: ""})
-    token = any_of(tokens)
-    marked = re.compile(f"{token.pattern}{behind}|{before}{token.pattern}")
+    # each token has its own marks: if the template cuts it away, they hide no other beside them
+    found = dict.fromkeys((n, t) for n, s in enumerate(texts) for t in any_of(tokens).findall(s))
+    marks = {t: (next(private), next(private)) for _, t in found}
+    marked = any_of(form for t, (a, b) in marks.items() for form in (a + t, t + b))
+    back = str.maketrans({p: chr(c) for c, p in hidden.items()}
+                         | {mark: "" for both in marks.values() for mark in both})
 
     def attempt(texts):
         """The chat with these texts in the messages, None when something else changed, too."""
@@ -176,7 +178,8 @@ def hide_text(render, messages, tokens):
         if masked:
             return masked, back
     masked = plain
-    for n, t in dict.fromkeys((n, t) for n, s in enumerate(texts) for t in token.findall(s)):
+    for n, t in found:
+        before, behind = marks[t]
         for form in (t + behind, before + t):
             trial = [s.replace(t, form) if i == n else s for i, s in enumerate(texts)]
             text = attempt(trial)

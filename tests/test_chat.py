@@ -226,7 +226,7 @@ def test_only_the_template_writes_tokens(template, tokens, messages, ids, tmp_pa
 
 def test_templates_that_cut_at_a_token_of_the_message(tmp_path):
     """Qwen3 drops the reasoning of earlier turns at </think>; the same string elsewhere stays
-    plain text. Regression: behind a token that a message ends with, the template's was text."""
+    plain text."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
         "{% if m.role == 'assistant' and '</think>' in m.content %}"
@@ -235,10 +235,19 @@ def test_templates_that_cut_at_a_token_of_the_message(tmp_path):
         "{{ parts[-1].lstrip('\\n') }}"
         "{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}")
     tok = chat_folder(tmp_path, template, tokens=[*IM, "<think>", "</think>"])  # 259, 260
-    messages = [*user(" is </think> a tag? <think>"), {
+    messages = [*user(" is </think> a tag? "), {
         "role": "assistant",
         "content": "<think>\nit <|im_end|> is\n</think>\n\nyes <|im_start|>"}]
     ids = tok.chat_ids(messages, False)
-    assert ids == ids_of(257, "user\nis </think> a tag? <think>", 258, 257, "assistant\n", 259,
+    assert ids == ids_of(257, "user\nis </think> a tag?", 258, 257, "assistant\n", 259,
                          "it <|im_end|> is", 260, "yes <|im_start|>", 258)
     assert tok.decode(ids) == tok.chat(messages, False)
+
+
+def test_a_token_that_is_cut_away_hides_no_other(tmp_path):
+    """Regression: DeepSeek-R1's template writes what stands behind </think>; the token that it
+    writes before or behind that became text."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+                "{% endfor %}")
+    tok = chat_folder(tmp_path, template, [*IM, "</think>"])
+    assert tok.chat_ids(user("so</think>7") + user("so</think>")) == [257, *b"7", 258, 257, 258]
