@@ -39,14 +39,8 @@ NEWER_MARKS = re.compile(
     "\U00016121-\U0001612f\U00016d63-\U00016ff1\U0001d127\U0001d128\U0001d250-\U0001d281"
     "\U0001e08f-\U0001e6f5]+)")
 
-# White space as HF's regexes have it; Python's str.strip takes U+001C to U+001F too.
-SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
-    map(chr, range(0x2000, 0x200B)))
-
-
-def to_bytes(name):
-    """The bytes of a token of the vocabulary; None when it is not in the byte-level alphabet."""
-    return bytes(BYTE_OF[c] for c in name) if BYTE_OF.keys() >= set(name) else None
+# White space as HF's regexes have it: without U+001C to U+001F, which Python's str.strip takes.
+SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
 
 
 # ---- tokenizer.json -> tiktoken ------------------------------------------------------------------
@@ -141,11 +135,11 @@ def read_added(spec):
 
 def read_bos(spec):
     """The ids that the post-processor puts in front of a text."""
-    processors = steps(spec.get("post_processor"), "processors")
-    for template in [s for s in processors if s["type"] == "TemplateProcessing"][:1]:
-        front = itertools.takewhile(lambda item: "SpecialToken" in item, template["single"])
-        tokens = [template["special_tokens"][item["SpecialToken"]["id"]] for item in front]
-        return tuple(i for token in tokens for i in token["ids"])
+    for step in steps(spec.get("post_processor"), "processors"):
+        if step["type"] == "TemplateProcessing":
+            front = itertools.takewhile(lambda item: "SpecialToken" in item, step["single"])
+            tokens = [step["special_tokens"][item["SpecialToken"]["id"]] for item in front]
+            return tuple(i for token in tokens for i in token["ids"])
     return ()
 
 
@@ -160,12 +154,12 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder, adapter=None):
-        """Opens a model's folder; files of a tokenizer in the folder of an adapter take the place
-        of the model's. FileNotFoundError or ValueError when there is none, a file is broken, or
-        HF's ids cannot be promised."""
         return cls(folder, adapter)
 
     def __init__(self, folder, adapter=None):
+        """Opens a model's folder; files of a tokenizer in the folder of an adapter take the place
+        of the model's. FileNotFoundError or ValueError when there is none, a file is broken, or
+        HF's ids cannot be promised."""
         check_model_folder(folder)
         self._folders = [Path(f) for f in (adapter, folder) if f]
         self.folder = next((f for f in self._folders if any((f / n).exists() for n in FILES)),
@@ -200,7 +194,8 @@ class Tokenizer:
         """Everything that tokenizer.json says."""
         refuse_other_kinds(spec)
         vocab = spec["model"]["vocab"]
-        token_bytes = {name: raw for name in vocab if (raw := to_bytes(name)) is not None}
+        token_bytes = {name: bytes(BYTE_OF[c] for c in name) for name in vocab
+                       if BYTE_OF.keys() >= set(name)}
         self.added = read_added(spec)
         pattern, self._cuts = read_cuts(spec.get("pre_tokenizer"))
         self.encoding, self._ids = read_bpe(spec, token_bytes, self.added, pattern)
@@ -273,14 +268,11 @@ class Tokenizer:
     def _plain(self, text):
         """Ids of text in which nothing is a control token."""
         text = self._normalize(text)
+        text.encode()  # a lone surrogate is no character: a ValueError; tiktoken would replace it
         try:
-            text.encode()
             found = pieces(text, self._cuts) if self._cuts else [text]
             ranks = {piece: self.encoding.encode_ordinary(piece) for piece in set(found)}
             ids = [self._ids[rank] for piece in found for rank in ranks[piece]]
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text has a lone surrogate {text[error.start]!r} at position "
-                             f"{error.start}: not a character") from None
         except BaseException as error:
             # tiktoken's regex engine panics, which is no Exception, at a million spaces
             if type(error).__name__ != "PanicException":

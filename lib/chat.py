@@ -5,7 +5,7 @@ never becomes a control token: `hide_text` shows which characters of a rendered 
 messages' own.
 """
 import datetime
-import itertools
+import functools
 import json
 import re
 
@@ -21,16 +21,13 @@ def compile_template(source):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-
     # {% generation %} marks what the assistant says; here its content is all that matters
-    source = re.sub(r"(\{%-?\s*)generation(?=\s*-?%\})", r"\1if true", source)
-    source = re.sub(r"(\{%-?\s*)endgeneration(?=\s*-?%\})", r"\1endif", source)
+    source = re.sub(r"(\{%-?\s*)(end)?generation(?=\s*-?%\})",
+                    lambda m: m[1] + ("endif" if m[2] else "if true"), source)
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = tojson  # jinja's own filter escapes HTML
+    # jinja's own filter escapes HTML
+    env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = raise_exception
     # Llama 3's default date: ids must not depend on the day
     env.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
@@ -132,8 +129,8 @@ def any_of(strings):
 
 
 def map_text(value, change, key=None):
-    """A copy of nested messages with change(string) for every string but the roles and types,
-    which are the caller's."""
+    """A copy of nested messages with change(string) for every string, in a fixed order, but the
+    roles and types, which are the caller's."""
     if isinstance(value, dict):
         return {k: map_text(v, change, k) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -152,42 +149,41 @@ def hide_text(render, messages, tokens):
     when it trims, white space must be left; when it looks for a token (Qwen3 cuts at </think>),
     the token must be left, or marked at one side.
     """
-    def changed(change):
-        number = itertools.count()  # strings are visited in a fixed order
-        return render(map_text(messages, lambda s: change(next(number), s)))
-
     texts = []
-    plain = changed(lambda n, s: texts.append(s) or s)
-    characters, used = set().union(*texts), set().union(plain, *texts, *tokens)
+    plain = render(map_text(messages, lambda s: texts.append(s) or s))
+    characters = set().union(*texts)
+    used = characters.union(plain, *tokens)
     private = (chr(c) for c in range(0xF0000, 0xFFFFE) if chr(c) not in used)
-    mark = next(private)
     hidden = {ord(c): p for c, p in zip(sorted(characters), private)}
     visible = {c: p for c, p in hidden.items() if not chr(c).isspace()}
-    back = {ord(p): chr(c) for c, p in hidden.items()}
+    # each token has its own marks: if the template cuts it away, they hide no other beside them
+    found = dict.fromkeys((n, t) for n, s in enumerate(texts) for t in any_of(tokens).findall(s))
+    marks = {t: (next(private), next(private)) for _, t in found}
+    marked = any_of(form for t, (a, b) in marks.items() for form in (a + t, t + b))
+    back = str.maketrans({p: chr(c) for c, p in hidden.items()}
+                         | {mark: "" for both in marks.values() for mark in both})
 
-    token = any_of(tokens)
-
-    def attempt(change):
-        """The text with private characters, None when something else changed."""
+    def attempt(texts):
+        """The chat with these texts in the messages, None when something else changed, too."""
+        texts = iter(texts)
         try:
-            text = changed(change)
+            text = render(map_text(messages, lambda s: next(texts)))
         except ValueError:
             return None
-        for marked in (f"{token.pattern}{mark}", f"{mark}{token.pattern}"):
-            text = re.sub(marked, lambda m: m[1].translate(hidden), text)
-        text = text.replace(mark, "")
+        text = marked.sub(lambda m: m[0].translate(hidden), text)
         return text if text.translate(back) == plain else None
 
     for table in (hidden, visible):
-        masked = attempt(lambda n, s: s.translate(table))
+        masked = attempt(s.translate(table) for s in texts)
         if masked:
             return masked, back
-    masked, forms = plain, {}
-    for n, t in dict.fromkeys((n, t) for n, s in enumerate(texts) for t in token.findall(s)):
-        for form in (t + mark, mark + t):
-            trial = forms | {(n, t): form}
-            text = attempt(lambda n, s: token.sub(lambda m: trial.get((n, m[0]), m[0]), s))
+    masked = plain
+    for n, t in found:
+        before, behind = marks[t]
+        for form in (t + behind, before + t):
+            trial = [s.replace(t, form) if i == n else s for i, s in enumerate(texts)]
+            text = attempt(trial)
             if text is not None:
-                masked, forms = text, trial
+                masked, texts = text, trial
                 break
     return masked, back

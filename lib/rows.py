@@ -40,9 +40,8 @@ SEVERAL = re.compile(
 STATED = re.compile(r"The answer is:|(?:^|[.!?\n] *|\b(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? )"
                     r"[Tt]he (?:final )?answer is\b:?")
 LONGEST_ANSWER = 7  # words; what is longer is prose (three are the most in MATH)
-# Two problems of MATH's train split end in an empty box in the original file. Both ask for the
-# number of primes among numbers that the solution shows to be composite: 0. They are known by the
-# SHA-256 of their text.
+# Two problems of MATH's train split, by SHA-256, end in an empty box. Both ask for the number of
+# primes among numbers that the solution shows to be composite: 0.
 MATH_EMPTY_BOXES = {"34d3b36d1c419100", "641a7ef94229c8ca"}
 TO_JSONL = {"parquet": "read_parquet('%s')", "csv": "read_csv('%s', dtype=str)",
             "xlsx": "read_excel('%s', dtype=str)",
@@ -57,48 +56,45 @@ class NoAnswer(ValueError):
 def read_rows(path):
     """Yields (where it stands, JSON value) for each line, or for each item of the one list.
     ValueError says where the file is broken, or how to make JSONL of another format."""
-    _refuse_table(path, os.path.splitext(path)[1].lower()[1:])
+    text = _read_text(path)
+    is_list = text.lstrip().startswith("[")
+    # not splitlines(): U+2028 inside a JSON string does not end a line
+    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
+        if not part.strip():
+            continue
+        try:
+            value = json.loads(part)
+        except (ValueError, RecursionError) as e:
+            line = number + getattr(e, "lineno", 1) - 1
+            raise ValueError(f"{path}:{line}: broken JSON ({e}); {RECORDS}") from None
+        if is_list:
+            yield from ((f"{path}, item {item}", row) for item, row in enumerate(value, 1))
+        else:
+            yield f"{path}:{number}", value
+
+
+def _read_text(path):
+    """The text of a file, gzip or not, in UTF-8 or UTF-16."""
+    with open(path, "rb") as f:
+        raw = f.read()
     try:
-        with open(path, "rb") as f:
-            raw = f.read()
         if path.endswith(".gz") or raw.startswith(b"\x1f\x8b"):
             raw = gzip.decompress(raw)
         refuse_lfs_pointer(path, raw)
-        _refuse_table(path, "parquet" if raw.startswith(b"PAR1") else "")
+        kind = "parquet" if raw.startswith(b"PAR1") else os.path.splitext(path)[1].lower()[1:]
+        if kind in TO_JSONL:
+            made = re.sub(rf"(?i)\.{kind}$", "", path) + ".jsonl"
+            raise ValueError(f"{path} is a {kind} file; make JSONL of it and give that (with `pip "
+                             "install pandas pyarrow openpyxl zstandard`):\n    python -c \"import "
+                             f"pandas; pandas.{TO_JSONL[kind] % path}.to_json('{made}', "
+                             "orient='records', lines=True)\"")
         wide = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
-        text = raw.decode("utf-16" if wide else "utf-8-sig")  # without a byte order mark
+        return raw.decode("utf-16" if wide else "utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ValueError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path}: broken or cut-off gzip data ({e}); fetch it again") from None
-    if text.lstrip().startswith("["):
-        for item, row in enumerate(_parse(path, 1, text), 1):
-            yield f"{path}, item {item}", row
-        return
-    # not splitlines(): U+2028 inside a JSON string does not end a line
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{path}:{number}", _parse(path, number, line)
-
-
-def _refuse_table(path, kind):
-    """ValueError for a file of another format: how to make JSONL of it, beside it."""
-    if kind in TO_JSONL:
-        made = re.sub(rf"(?i)\.{kind}$", "", path) + ".jsonl"
-        raise ValueError(f"{path} is a {kind} file; make JSONL of it and give that (with `pip "
-                         "install pandas pyarrow openpyxl zstandard`):\n    python -c \"import "
-                         f"pandas; pandas.{TO_JSONL[kind] % path}.to_json('{made}', "
-                         "orient='records', lines=True)\"")
-
-
-def _parse(path, number, text):
-    """The JSON value of a text that begins in this line of the file."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        line = number + getattr(e, "lineno", 1) - 1
-        raise ValueError(f"{path}:{line}: broken JSON ({e}); {RECORDS}") from None
 
 
 def read_problem(row, question_field="", answer_field=""):
@@ -106,137 +102,156 @@ def read_problem(row, question_field="", answer_field=""):
     ValueError for a broken row, NoAnswer for a whole one whose gold answer cannot be had."""
     if not isinstance(row, dict):
         raise ValueError(f'not an object like {{"question": ..., "answer": ...}}: {row!r:.60}')
-    question, messages, reply = _question(row, question_field)
-    if reply:
-        row = {**row, "assistant": reply}
-    if _first(row, CHOICES)[0]:
-        shown, letter = _choose(row, answer_field, question)
+    row = _columns(row)
+    named = [answer_field.lower()] if answer_field else []
+    question, messages = _question(row, [question_field.lower()] if question_field else QUESTIONS)
+    if _find(row, CHOICES):
+        shown, row["answer"] = _choose(row, named, question)
         if messages and shown != question:
             raise NoAnswer("the messages do not show the options that the row has")
-        question, row, answer_field = shown, {**row, "answer": letter}, "answer"
-    answer, solution = _answer(row, answer_field, question)
+        question, named = shown, ["answer"]
+    answer, solution = _answer(row, named, question)
     for text in (question, answer, solution, *(m["content"] for m in messages or ())):
         text.encode()  # "\ud800" is legal JSON, but half a character: a ValueError
     # MATH writes "Level 3", and twice "Level ?"
     level = re.fullmatch(r"(Level )?(\d{1,3})", str(row.get("level")))
-    subject = row.get("subject", row.get("type"))
+    subject = row.get(_find(row, ("subject", "type")))
     return dict(question=question, answer=answer, solution=solution, messages=messages,
                 level=int(level[2]) if level else None,
                 subject=subject if isinstance(subject, str) else None)
 
 
-def _question(row, named):
-    """(question, None, "") of a row that asks in text; of one that asks in messages (content of the
-    last user turn, the messages up to it, the assistant's turn behind it or "")."""
-    name, value = _first(row, [named] if named else QUESTIONS)
-    if not name:
-        raise _nothing(row, [named] if named else QUESTIONS, "question")
+def _columns(row):
+    """A row by its columns' names in small letters, and by a.b for b in a."""
+    columns = {}
+    for name, value in row.items():
+        columns[name.lower()] = _cell(value)
+        if isinstance(value, dict):
+            columns |= {f"{name.lower()}.{key}": cell for key, cell in _columns(value).items()}
+    return columns
+
+
+def _cell(value):
+    """What a cell holds, None if nothing. A list of one is its item, but for messages. 27.0 is 27
+    (pandas writes a column with a gap so); but of 1e30 only the digits that it shows are known."""
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], dict):
+        value = value[0]
     if isinstance(value, str):
-        return _whole_question(row, name.lower(), value), None, ""
-    if isinstance(value, list) and all(
-            isinstance(m, dict) and isinstance(m.get("from"), str) for m in value):
-        value = [{"role": ROLES.get(m["from"], m["from"]), "content": m.get("value")}
-                 for m in value]
-    if not isinstance(value, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str) for m in value):
+        return value if value.strip() else None
+    if isinstance(value, float) and value % 1 == 0 and abs(value) < 2**53:
+        return int(value)
+    return None if value in ([], {}) or value != value else value  # nan is no value
+
+
+def _find(row, names, what=""):
+    """The first of these columns that holds something. If none does: None, or, with `what` they
+    are asked for, an error."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name or not what:
+        return name
+    if row.keys() & names:
+        raise NoAnswer(f"the {what} is empty")
+    kind, more = (NoAnswer, "") if what == "answer" else (ValueError, f" ({RECORDS})")
+    raise kind(f"no {what} in {', '.join(names)}; the row has: {', '.join(row):.200}; name its "
+               f"column with --{what}_field{more}")
+
+
+def _text(name, value):
+    """A cell's text, or number as text, without the thought that may stand before it."""
+    if type(value) in (int, float):
+        return str(value)
+    if not isinstance(value, str):
+        raise NoAnswer(f'"{name}" must be text or a number, not {value!r:.60}'
+                       + "; write yes or no" * isinstance(value, bool))
+    return value.rpartition("</think>")[2].strip()
+
+
+def _question(row, names):
+    """(question, None) of a row that asks in text; of one that asks in messages (content of the
+    last user turn, the messages up to it): the assistant's turn behind it is put into the row."""
+    name = _find(row, names, "question")
+    turns = row[name]
+    if isinstance(turns, str):
+        return _whole_question(row, name), None
+    try:
+        if "from" in turns[0]:
+            turns = [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]}
+                     for m in turns]
+        are_text = all(isinstance(m[key], str) for m in turns for key in ("role", "content"))
+    except (KeyError, TypeError):
+        are_text = False
+    if not are_text:
         raise ValueError(f'"{name}" must be text, or messages with "role" and "content" as text, '
-                         f"not {value!r:.60}; {RECORDS}")
-    reply = ""
-    if value[-1]["role"] == "assistant":
-        *value, answered = value
-        reply = answered["content"]
-    if not value or value[-1]["role"] != "user":
+                         f"not {turns!r:.60}; {RECORDS}")
+    if turns[-1]["role"] == "assistant":
+        *turns, reply = turns
+        row["assistant"] = reply["content"]
+    if not turns or turns[-1]["role"] != "user":
         raise ValueError(f'the messages of "{name}" must end in a user turn')
-    return value[-1]["content"], value, reply
+    return turns[-1]["content"], turns
 
 
-def _whole_question(row, name, question):
+def _whole_question(row, name):
     """The question with what stands apart from it: alpaca's input behind an instruction; the body
     (SVAMP), context, passage ... that a question is about."""
-    parts = {key: part.strip() for key, part in _lower(row).items() if isinstance(part, str)}
-    if name == "instruction" and parts.get("input"):
-        return f"{question}\n\n{parts['input']}"
-    for about in ("body", "context", "passage", "article", "story"):
-        if name in ("question", "problem", "query", "instruction") and parts.get(about):
-            return f"{parts[about]}\n\n{question}"
-    return question
+    parts = {key: part.strip() for key, part in row.items() if isinstance(part, str)}
+    about = _find(parts, ("body", "context", "passage", "article", "story"))
+    if name == "instruction" and "input" in parts:
+        return f"{row[name]}\n\n{parts['input']}"
+    if name in ("question", "problem", "query", "instruction") and about:
+        return f"{parts[about]}\n\n{row[name]}"
+    return row[name]
 
 
-def _first(row, names):
-    """(name, value) of the first column that holds something, ("", None) if none does. Capitals do
-    not count; a.b is b in a."""
-    columns = _lower(row)
-    for name in names:
-        value = columns.get(name.lower())
-        if value is None:
-            value = row
-            for part in name.lower().split("."):
-                value = _lower(value).get(part) if isinstance(value, dict) else None
-        holds = value not in (None, [], {}) and value == value  # nan is nothing, too
-        if holds and not (isinstance(value, str) and not value.strip()):
-            return name, value
-    return "", None
-
-
-def _lower(row):
-    return {key.lower(): value for key, value in row.items()}
-
-
-def _nothing(row, names, what):
-    """The error for a row without a question or an answer: its column is empty, or not there."""
-    if {name.lower() for name in names} & _lower(row).keys():
-        return NoAnswer(f"the {what} is empty")
-    kind, more = (NoAnswer, "") if what == "answer" else (ValueError, f" ({RECORDS})")
-    return kind(f"no {what} in {', '.join(names)}; the row has: {', '.join(row):.200}; name its "
-                f"column with --{what}_field{more}")
+def _options(row):
+    """{label: text} of a row with CHOICES. NoAnswer if they cannot be told for sure."""
+    column = _find(row, CHOICES)
+    labels, texts = string.ascii_uppercase, row[column]
+    if isinstance(texts, dict):  # {"label": [..], "text": [..]}, or {"A": ..}
+        labels, texts = texts.get("label", [*texts]), texts.get("text", [*texts.values()])
+    try:
+        options = {label.strip(): text.strip() for label, text in zip(labels, texts)}
+    except (AttributeError, TypeError):
+        options = {}
+    if (not isinstance(texts, list) or not 1 < len(texts) == len(options)
+            or not all([*options, *options.values()])):
+        raise NoAnswer(f'"{column}" must be a list of texts, or texts by label: '
+                       f"{row[column]!r:.60}")
+    bare = {label: re.sub(rf"^\(?{re.escape(label)} ?(\)|[.:]\s)(?=.)", "", text).strip()
+            for label, text in options.items()}
+    return options if bare.items() & options.items() else bare  # all carry it, AQuA: A)21
 
 
 def _choose(row, named, question):
     """(question, letter of the answer) of a row with CHOICES, which the question then shows as
-    lines `A. text`. NoAnswer if they, or which of them is right, cannot be told for sure;
-    ValueError for a place that is none of theirs: the column may count from 1."""
-    column, given = _first(row, CHOICES)
-    labels, texts = string.ascii_uppercase, given
-    if isinstance(given, dict):  # {"label": [..], "text": [..]}, or {"A": ..}
-        labels, texts = given.get("label", [*given]), given.get("text", [*given.values()])
-    if (not isinstance(labels, (str, list)) or not isinstance(texts, list)
-            or not 1 < len(texts) <= len(set(labels))
-            or not all(isinstance(x, str) and x.strip() for x in [*labels, *texts])):
-        raise NoAnswer(f'"{column}" must be a list of texts, or texts by label: {given!r:.60}')
-    name, gold = _first(row, [named] if named else CHOSEN)
-    if isinstance(gold, list) and len(gold) == 1:
-        gold = gold[0]
-    if type(gold) is float and gold % 1 == 0:
-        gold = int(gold)  # pandas writes a column of places with a gap so
-    if type(gold) is not int:
-        gold = _text(name, gold) if name else _answer(row, named, question)[0]
-    elif not 0 <= gold < len(texts) and str(gold) not in labels:
-        raise ValueError(f'"{name}" is {gold}, the {len(texts)} of "{column}" count from 0 to '
-                         f"{len(texts) - 1}")
-    carried = [re.match(rf"\(?{re.escape(label)} ?(\)|[.:]\s)(?=.)", text)  # AQuA: A)21
-               for label, text in zip(labels, texts)]
-    found, shown, lines = [], True, ""
-    for place, (label, text) in enumerate(zip(labels, texts)):
-        text = text[carried[place].end() if all(carried) else 0 :].strip()
-        a, b = re.escape(label), re.escape(text)
-        forms = rf"\(?{a}[).:]?" + rf"|(\(?{a}[).:]+ *)?{b}" * isinstance(gold, str)
-        if gold == place or re.fullmatch(forms, str(gold)):
-            found.append(label)
-        shown = shown and re.search(rf"\b{a}[).:\s]+{b}(?!\w)", question)
-        lines += f"\n{label}. {text}"
+    lines `A. text`. NoAnswer if it cannot be told for sure which of them is right; ValueError for
+    a place that is none of theirs: the column may count from 1."""
+    options = _options(row)
+    name = _find(row, named or CHOSEN)
+    gold = row[name] if name else _answer(row, named, question)[0]
+    patterns = {label: (re.escape(label), re.escape(text)) for label, text in options.items()}
+    if type(gold) is int:
+        found = [label for place, label in enumerate(options) if str(gold) in (str(place), label)]
+        if not found:
+            raise ValueError(f'"{name}" is {gold}, the {len(options)} of "{_find(row, CHOICES)}" '
+                             f"count from 0 to {len(options) - 1}")
+    else:
+        gold = _text(name, gold)
+        found = [label for label, (a, b) in patterns.items()
+                 if re.fullmatch(rf"\(?{a}[).:]?|(\(?{a}[).:]+ *)?{b}", gold)]
     if len(found) != 1:
         raise NoAnswer(f'"{name or "solution"}" is {gold!r:.40}, which is not the letter, the text '
-                       f'or the place (from 0) of one of the {len(texts)} in "{column}"')
-    return question if shown else f"{question}{lines}\nAnswer with the letter.", found[0]
+                       f"or the place (from 0) of one of the {len(options)} options")
+    if not all(re.search(rf"\b{a}[).:\s]+{b}(?!\w)", question) for a, b in patterns.values()):
+        lines = "".join(f"\n{label}. {text}" for label, text in options.items())
+        question = f"{question}{lines}\nAnswer with the letter."
+    return question, found[0]
 
 
 def _answer(row, named, question):
     """(gold answer, worked solution or "") of a row."""
-    name, value = _first(row, [named] if named else ANSWERS + SOLUTIONS)
-    if not name:
-        raise _nothing(row, [named] if named else ANSWERS + SOLUTIONS, "answer")
-    text = _text(name, value)
+    name = _find(row, named or ANSWERS + SOLUTIONS, "answer")
+    text = _text(name, row[name])
     if hashlib.sha256(question.strip().encode()).hexdigest()[:16] in MATH_EMPTY_BOXES:
         text = text.replace(r"\boxed{}", r"\boxed{0}")
     answer, solution = _marked(text, question)
@@ -245,9 +260,9 @@ def _answer(row, named, question):
         if name not in SOLUTIONS or (_words(text) < 2 and not re.search("[=;\n]", text)):
             answer = text
     _check_answer(name, answer)
-    source, worked = _first(row, SOLUTIONS)
-    if source and name not in SOLUTIONS:
-        solution = _text(source, worked)
+    worked = _find(row, SOLUTIONS)
+    if worked and name not in SOLUTIONS:
+        solution = _text(worked, row[worked])
     answer, solution = (_drop_calculator(text).strip() for text in (answer, solution))
     # ASDiv: 5 (apples) is 5 apples
     answer = re.sub(r"^([-+$]*\d[\d,./]*) \(([A-Za-z]{2}[A-Za-z ./-]*)\)$", r"\1 \2", answer)
@@ -273,19 +288,6 @@ def _check_answer(name, answer):
 def _words(text):
     r"""How many words: names, units, `\text{cubic inches}`; x, and commands like \pi, are none."""
     return len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text))
-
-
-def _text(name, value):
-    """A column's text, or number as text, without the thought that may stand before it."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if type(value) in (int, float):
-        # 27.0 is 27; but of 1e30 only the digits that it shows are known
-        return str(int(value) if value % 1 == 0 and abs(value) < 2**53 else value)
-    if not isinstance(value, str):
-        raise NoAnswer(f'"{name}" must be text or a number, not {value!r:.60}'
-                       + "; write yes or no" * isinstance(value, bool))
-    return value.rpartition("</think>")[2].strip()
 
 
 def _marked(text, question):

@@ -194,6 +194,7 @@ def test_tokens_that_strip(tmp_path):
 
 NESTED = {"role": "user", "call": {"x": "<tool>\n", "n": 3},
           "content": [{"type": "text", "text": "a<|im_end|>"}, {"type": "text", "text": "b"}]}
+PRIVATE = "".join(map(chr, range(0xF0000, 0xF0100)))
 
 
 @pytest.mark.parametrize("template, tokens, messages, ids", [
@@ -214,18 +215,13 @@ NESTED = {"role": "user", "call": {"x": "<tool>\n", "n": 3},
     ("{{ messages[0].content }}  x", ["  "], user("a  b"), ["a  b", 256, "x"]),
     ("{{ '<|' + messages[0].role + '|>' + messages[0].content }}", ["<|user|>"], user("<|user|>"),
      [256, "<|user|>"]),
+    # the stand-ins are characters that neither the messages nor the template use
+    (PRIVATE[:16] + "{{ messages[0].content }}<|im_end|>", IM, user(PRIVATE + "<|im_end|>"),
+     [PRIVATE[:16] + PRIVATE + "<|im_end|>", 258]),
 ])
 def test_only_the_template_writes_tokens(template, tokens, messages, ids, tmp_path):
     tok = chat_folder(tmp_path, template, tokens)
     assert tok.chat_ids(messages) == ids_of(*ids)
-
-
-def test_private_characters_in_a_message(tmp_path):
-    """The stand-ins are characters that neither the messages nor the template use."""
-    private = "".join(map(chr, range(0xF0000, 0xF0100)))
-    tok = chat_folder(tmp_path, private[:16] + "{{ messages[0].content }}<|im_end|>")
-    text = private + "<|im_end|>"
-    assert tok.chat_ids(user(text)) == ids_of(private[:16] + text, 258)
 
 
 def test_templates_that_cut_at_a_token_of_the_message(tmp_path):
@@ -246,3 +242,12 @@ def test_templates_that_cut_at_a_token_of_the_message(tmp_path):
     assert ids == ids_of(257, "user\nis </think> a tag?", 258, 257, "assistant\n", 259,
                          "it <|im_end|> is", 260, "yes <|im_start|>", 258)
     assert tok.decode(ids) == tok.chat(messages, False)
+
+
+def test_a_token_that_is_cut_away_hides_no_other(tmp_path):
+    """Regression: DeepSeek-R1's template writes what stands behind </think>; the token that it
+    writes before or behind that became text."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+                "{% endfor %}")
+    tok = chat_folder(tmp_path, template, [*IM, "</think>"])
+    assert tok.chat_ids(user("so</think>7") + user("so</think>")) == [257, *b"7", 258, 257, 258]

@@ -27,27 +27,14 @@ def load(tmp_path, row, *fields):
 
 # ---- the layouts of real files, with rows of our own ---------------------------------------------
 
-def test_gsm8k_layout(tmp_path):
-    """Gold after the last `####`, comma and sign kept; calculator marks leak nowhere."""
-    p = load(tmp_path, {"question": "Tim packs 4 boxes of 300 pens. How many pens?",
-                        "answer": "He packs 4*300 = <<4*300=1200>>1,200 pens.\n#### 1,200"})
-    assert p == Problem("Tim packs 4 boxes of 300 pens. How many pens?", "1,200",
-                        "He packs 4*300 = 1,200 pens.")
-    p = load(tmp_path, {"question": "q", "answer": "A recited example ends #### 3. "
-                                                   "Ours: 4-12 = <<4-12=-8>>-8 #### <<4-12=-8>>-8"})
-    assert p.answer == "-8" and p.solution.endswith("Ours: 4-12 = -8")
-
-
 def test_math_layouts(tmp_path):
     """Gold from the box of the solution; in MATH-500 an `answer` beside it wins."""
     worked = "First $\\boxed{7}$, no: it is $\\boxed{\\frac{5}{6}}$."
-    row = {"problem": "Halve $\\frac53$.", "level": "Level 2", "type": "Algebra",
-           "solution": worked}
-    assert load(tmp_path, row) == Problem("Halve $\\frac53$.", "\\frac{5}{6}", worked, 2, "Algebra")
+    row = {"problem": "q", "level": "Level 2", "type": "Algebra", "solution": worked}
+    assert load(tmp_path, row) == Problem("q", "\\frac{5}{6}", worked, 2, "Algebra")
     assert load(tmp_path, {**row, "level": "Level ?"}).level is None
-    row = {"problem": "Add.", "solution": "It is $\\boxed{2 - q}.$", "answer": "q",
-           "subject": "Precalculus", "level": 5, "unique_id": "test/precalculus/1.json"}
-    assert load(tmp_path, row) == Problem("Add.", "q", row["solution"], 5, "Precalculus")
+    row = {"problem": "q", "solution": "\\boxed{2 - q}.", "answer": "q", "subject": "S", "level": 5}
+    assert load(tmp_path, row) == Problem("q", "q", "\\boxed{2 - q}.", 5, "S")
 
 
 @pytest.mark.parametrize("question, solution, gold", [
@@ -73,6 +60,11 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
 
 
 @pytest.mark.parametrize("row, answer, solution", [
+    # GSM8K: gold after the last `####`, comma and sign kept; calculator marks leak nowhere
+    ({"question": "q", "answer": "4*300 = <<4*300=1200>>1,200 pens.\n#### 1,200"}, "1,200",
+     "4*300 = 1,200 pens."),
+    ({"question": "q", "answer": "So #### 3. Ours: 4-12 = <<4-12=-8>>-8 #### <<4-12=-8>>-8"}, "-8",
+     "So #### 3. Ours: 4-12 = -8"),
     # open-r1, NuminaMath, DeepScaleR, Big-Math
     ({"problem": "q", "solution": "so \\boxed{5}", "answer": None}, "5", "so \\boxed{5}"),
     ({"problem": "q", "answer": "6", "solution": "w", "messages": USER, "tests": []}, "6", "w"),
@@ -95,7 +87,7 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
     ({"Problem": "q", "Answer": 2}, "2", ""),
     ({"question": "q", "final_answer": "$5$", "solution": "so x"}, "$5$", "so x"),
     ({"problem": "q", "expected_answer": "2", "ground_truth": "3"}, "2", ""),
-    ({"question": None, "problem": "q", "answer": "2"}, "2", ""),
+    ({"question": None, "problem": ["q"], "answer": "2"}, "2", ""),
     # a thought before the solution is none of it
     ({"problem": "q", "solution": "<think>\\boxed{4}?</think>\n\nIt is \\boxed{5}."}, "5",
      "It is \\boxed{5}."),
@@ -211,7 +203,7 @@ def test_columns_by_name(tmp_path):
 
 
 def test_json_lists(tmp_path):
-    """Indented or not; the place of a mistake is the item, or the line of the file."""
+    """The place of a mistake is the item, or the line of the file."""
     text = '\n [\n  {"question": "q",\n   "answer": 1},\n  {"question": "r", "answer": 2}\n]\n'
     for name, content in (("x.json", text), ("x.json.gz", text.replace("\n", ""))):
         path = write(tmp_path / name, content)
@@ -236,14 +228,12 @@ def test_plain_answers(tmp_path, answer, gold):
     assert load(tmp_path, {"question": "q", "answer": answer}) == Problem("q", gold)
 
 
-def test_lines_bom_and_unicode(tmp_path):
-    """U+2028 and a carriage return in or behind a row do not cut it."""
+def test_lines(tmp_path):
+    """U+2028 or a carriage return do not cut a row; a byte order mark is none of it."""
     path = tmp_path / "a.jsonl.gz"
-    lines = ('\ufeff{"question": "x\u2028y\u00e9?", "answer": 1}\r\n\n  \t\n'
-             '{"question": "r", "answer": "5", "solution": "2+3 = <<2+3=5>>5"}')
+    lines = '\ufeff{"question": "x\u2028y", "answer": 1}\r\n\n  \t\n{"question": "r", "answer": 5}'
     path.write_bytes(gzip.compress(lines.encode()))
-    assert data.load_problems(path) == [Problem("x\u2028y\u00e9?", "1"),
-                                        Problem("r", "5", "2+3 = 5")]
+    assert data.load_problems(path) == [Problem("x\u2028y", "1"), Problem("r", "5")]
 
 
 def test_two_rows_of_math_with_an_empty_box(tmp_path, monkeypatch):
@@ -317,14 +307,15 @@ def test_broken_rows_are_refused(tmp_path, line, says):
     ({"answer": "proof", "solution": "QED \\boxed{1}"}, "'proof', which stands for no answer"),
     ({"solution": "so \\boxed{None}"}, "'None', which stands for no answer"),
 ])
-def test_rows_without_a_usable_answer(tmp_path, row, says):
+def test_rows_without_a_usable_answer(tmp_path, row, says, capsys):
     """Left out of a training file, counted, said once with the first's line; an error in a file to
     test on, in one asked for strictly, and where no row is left."""
     row = {"question": "q", **row}
-    path, said = write(tmp_path / "bad.jsonl", FINE, "", row, FINE, row), []
-    assert len(data.load_problems(path, say=said.append)) == 2
-    (line,) = said
-    assert re.search(f"bad.jsonl: left out 2 of 4 .* question or .*: .*bad.jsonl:3: .*{says}", line)
+    path = write(tmp_path / "bad.jsonl", FINE, "", row, FINE, row)
+    assert len(data.load_problems(path)) == 2
+    out, said = capsys.readouterr()
+    assert out == "" and said.count("\n") == 1
+    assert re.search(f"bad.jsonl: left out 2 of 4 .* question or .*: .*bad.jsonl:3: .*{says}", said)
     for kwargs in ({"split": "test"}, {"strict": True}):
         with pytest.raises(ValueError, match=f"bad.jsonl:3: .*{says}"):
             data.load_problems(path, **kwargs)
@@ -332,14 +323,9 @@ def test_rows_without_a_usable_answer(tmp_path, row, says):
         data.load_problems(write(tmp_path / "bad.jsonl", row, row), say=None)
 
 
-def test_what_is_said_goes_to_stderr(tmp_path, capsys):
-    data.load_problems(write(tmp_path / "x.jsonl", FINE, {"question": "q"}))
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "left out 1 of 2 rows" in err
-
-
 @pytest.mark.parametrize("name, content, says", [
     ("x.jsonl", b'{"question": "q", "answer": "1"}\n{"question": "caf\xe9"}\n', ":2: not UTF-8"),
+    ("z.gz", gzip.compress(b"\xff"), ":1: not UTF-8"),
     ("x.jsonl", b"version https://git-lfs.github.com/spec/v1\n", ": a Git LFS pointer"),
     ("x.jsonl.gz", gzip.compress(b'{"question": "q", "answer": 1}\n')[:-3], ": broken or cut-off"),
     ("x.jsonl.gz", b"not gzip at all\n", ": broken or cut-off gzip"),
@@ -364,12 +350,9 @@ def test_files_are_known_by_their_bytes(tmp_path, monkeypatch):
     text = '{"question": "caf\u00e9?", "answer": "1"}\n'
     monkeypatch.chdir(tmp_path)
     for name, raw in (("x.json.GZ", gzip.compress(text.encode())), ("x", text.encode()),
-                      ("y.jsonl", text.encode("utf-16")), ("z.gz", gzip.compress(b"\xff"))):
+                      ("y.jsonl", text.encode("utf-16"))):
         (tmp_path / name).write_bytes(raw)
-        if name != "z.gz":
-            assert data.load_problems(name) == [Problem("caf\u00e9?", "1")]
-    with pytest.raises(ValueError, match="z.gz:1: not UTF-8"):
-        data.load_problems("z.gz")
+        assert data.load_problems(name) == [Problem("caf\u00e9?", "1")]
 
 
 def test_hostile_rows_are_read_quickly(tmp_path):
