@@ -50,7 +50,7 @@ def copy(name, target):
 
 
 def tiny(model_type="llama", **fields):
-    return Config.from_dict({"model_type": model_type, **TINY, **fields}, "a/config.json")
+    return Config({"model_type": model_type, **TINY, **fields}, "a/config.json")
 
 
 def assert_holds(model, tensors):
@@ -90,7 +90,7 @@ def test_what_a_config_may_leave_out():
     assert (c.num_key_value_heads, c.max_position_embeddings, c.rms_norm_eps) == (4, 2048, 1e-6)
     assert c.head_dim == 6 and not c.tie_word_embeddings
     raw = {key: value for key, value in c.raw.items() if key != "rope_theta" and value is not None}
-    assert Config.from_dict(raw).rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert Config(raw).rope == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("fields, message", (
@@ -106,6 +106,8 @@ def test_what_a_config_may_leave_out():
      "sliding_window 128"),
     (dict(model_type="qwen3", sliding_window=128, layer_types=["full_attention", "sliding"]),
      "sliding-window attention"),
+    (dict(model_type="qwen3", sliding_window=128, layer_types=5),
+     "'layer_types' should be a list, found 5"),
     (dict(quantization_config={"quant_method": "gptq"}), "quantized .*quantization_config"),
     # made, they would fill the memory or take hours, without a word
     (dict(head_dim=10**9), "head_dim or num_hidden_layers is more than 8192"),
@@ -200,8 +202,7 @@ W, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     ({UP: None}, f"the weights lack 1 of 21 tensors, the first is '{UP}'"),
     ({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, "safetensors: .*layers.2.* no place in"),
     ({UP: torch.ones(1, 48)}, rf"'{UP}' has shape \(1, 48\), config.json asks for \(80, 48\)"),
-    ({"_orig_mod." + W: torch.ones(48)}, "no place .*: a compiled model .* save its _orig_mod"),
-    ({"score.weight": torch.ones(2)}, "no place .*: a classifier or reward model"),
+    ({"_orig_mod." + W: torch.ones(48)}, "no place .*of a model that is compiled"),
     ({W: torch.ones(48, dtype=torch.int8)}, f"'{W}' is torch.int8"),
     ({W: torch.ones(48).to(torch.float8_e4m3fn)}, "is torch.float8_e4"),
 ))
@@ -222,7 +223,8 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (FIRST, LFS, f"{FIRST}: a Git LFS pointer.*git lfs pull"),
     (INDEX, LFS, f"{INDEX}: a Git LFS pointer"),
     (INDEX, b'{"metadata": {}}', "the weights lack 27 of 27 tensors"),
-    (INDEX, b'{"weight_map": {"a": 5}}', "should name each tensor's file"),
+    (INDEX, b'{"weight_map": {"a": 5}}', "the index names this file, but it is not there"),
+    (INDEX, b'{"weight_map": []}', "'weight_map' should be a dict"),
     (INDEX, None, f"has no weights.*; there is {FIRST}, model-00002"),
     ("config.json", None, "has no config.json"),
     ("config.json", LFS, "config.json: a Git LFS pointer"),
@@ -260,7 +262,7 @@ def test_bin_files_of_other_things_are_refused(content, message, tmp_path, monke
 @pytest.mark.parametrize("folder, message", (
     ("Qwen/Qwen2.5-0.5B", "no such folder.*hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
     ("https://huggingface.co/Qwen/Qwen3-4B/", "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
-    ("/none/of/these", "/none/of/these: no such folder; give one.*hf download OWNER/NAME"),
+    ("/none/of/these", "/none/of/these: no such folder.*hf download OWNER/NAME"),
     (os.path.join(HF, "lora_qwen2"), r"LoRA adapter, not a model; give its base \(.*\) as --model"),
 ))
 def test_folders_that_are_no_models(folder, message):

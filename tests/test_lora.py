@@ -246,8 +246,10 @@ ONES = torch.ones(4, 64)
     ({}, dict(init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
     ({}, dict(bias="all"), "bias 'all'"),
     ({}, dict(peft_type="IA3"), "peft_type 'IA3'"),
-    ({}, dict(r=True), "adapter_config.json: r should be a positive int"),
-    ({}, dict(lora_alpha="8"), "lora_alpha a number, found 4 and '8'"),
+    ({}, dict(r=True), "adapter_config.json: field 'r' should be a positive int, found True"),
+    ({}, dict(lora_alpha="8"), "'lora_alpha' should be a positive float, found '8'"),
+    ({}, dict(rank_pattern=[4]), r"'rank_pattern' should be a dict, found \[4\]"),
+    ({}, dict(alpha_pattern={"q_proj": "2"}), "'q_proj' should be a positive float, found '2'"),
 ))
 def test_bad_adapters_are_refused(changed, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):

@@ -29,7 +29,7 @@ def tiny(model_type="llama", **fields):
     """A random model with every parameter away from its neutral value (biases not 0, norms not
     1)."""
     torch.manual_seed(0)
-    model = GPT(Config.from_dict({"model_type": model_type, **TINY, **fields}))
+    model = GPT(Config({"model_type": model_type, **TINY, **fields}))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 1:
@@ -173,7 +173,7 @@ def test_which_projections_have_biases():
 def test_a_new_model_has_random_weights_of_the_given_size():
     def new():
         torch.manual_seed(5)
-        return GPT(Config.from_dict({"model_type": "qwen2", **TINY, "hidden_size": 64,
+        return GPT(Config({"model_type": "qwen2", **TINY, "hidden_size": 64,
                                      "vocab_size": 500}))
 
     for (name, p), again in zip(new().named_parameters(), new().parameters(), strict=True):

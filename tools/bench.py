@@ -53,7 +53,7 @@ ROLLOUTS = {"S": [(16, 8, 32, 64), (4, 32, 32, 64), (4, 8, 32, 256)],
 def make_model(size, o, compile=False):
     """A model of random weights on the device of the options o."""
     layers, width, ff, heads, kv_heads, V = SHAPES[size]
-    config = Config.from_dict(dict(
+    config = Config(dict(
         model_type="qwen2" if size == "Q" else "llama", vocab_size=V, hidden_size=width,
         intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, max_position_embeddings=2048, hidden_act="silu",
@@ -258,7 +258,7 @@ def count_of_a_token(layers, rank, fixed=False):
     """Counts of one token between two looks at who has ended, of a small model with the layers of
     Qwen2.5: a LoRA adapter on bfloat16 weights, or with rank 0 float32 weights under autocast.
     fixed: shapes, as in what a GPU captures."""
-    config = Config.from_dict(dict(
+    config = Config(dict(
         model_type="qwen2", vocab_size=300, hidden_size=64, intermediate_size=96,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=64, tie_word_embeddings=True))
