@@ -91,15 +91,7 @@ def reference_logits(raw, w, ids):
     def linear(x, name):
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
-    freq = raw["rope_theta"] ** (-2 * np.arange(D // 2) / D)
-    scaling = raw.get("rope_scaling")
-    for i, f in enumerate(freq if scaling else ()):  # llama3's rule, as published: by wavelength
-        wave, old = 2 * math.pi / f, scaling["original_max_position_embeddings"]
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        smooth = (old / wave - low) / (high - low)
-        slow = f / scaling["factor"]
-        between = (1 - smooth) * slow + smooth * f
-        freq[i] = slow if wave > old / low else f if wave < old / high else between
+    freq = raw["rope_theta"] ** (-2 * np.arange(D // 2) / D)  # scaled ones: tests/test_hf.py
     turn = np.exp(1j * np.outer(np.arange(T), freq))  # (T, D/2)
 
     def rotated(x):
@@ -130,19 +122,12 @@ def reference_logits(raw, w, ids):
     return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
-SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-               original_max_position_embeddings=64)
 VARIANTS = [
     dict(model_type="llama", attention_bias=True), dict(model_type="llama", mlp_bias=True),
     dict(model_type="llama", head_dim=10), dict(model_type="llama", num_key_value_heads=1),
     dict(model_type="llama", num_key_value_heads=4, tie_word_embeddings=True),
-    dict(model_type="llama", head_dim=8, rope_theta=500000.0, rope_scaling=SCALING),
-    dict(model_type="mistral", sliding_window=None),
-    dict(model_type="mistral", sliding_window=300),  # as wide as the model's context
-    dict(model_type="qwen2", sliding_window=16, use_sliding_window=False),
-    dict(model_type="qwen2", head_dim=10),
-    dict(model_type="qwen3", head_dim=10, attention_bias=True),
-    dict(model_type="qwen3", head_dim=2, num_key_value_heads=4),
+    dict(model_type="mistral", sliding_window=None), dict(model_type="qwen2", head_dim=10),
+    dict(model_type="qwen3", head_dim=2, attention_bias=True),
     # Regression (P14): hidden / heads = 10 was taken where the config says 16
     dict(model_type="qwen3", hidden_size=40, head_dim=16),
 ]
@@ -295,22 +280,27 @@ def gradients(model, hidden, ids):
 def test_completion_hidden_is_the_full_forward_and_so_are_its_gradients(kind, checkpointing,
                                                                         monkeypatch):
     """Prompts of different lengths, several completions of each in any order, of 0, 1 and many
-    tokens; the gradient through the prompts counts. Checkpointing runs each layer once more."""
-    model, runs, forward = some_model(kind), [], model_py.Layer.forward
+    tokens; each prompt runs once, and its gradient counts. Checkpointing runs each layer once
+    more."""
+    model, tokens, forward = some_model(kind), [], model_py.Layer.forward
     (prompt_ids, prompt_lengths), (ids, lengths) = padded(PROMPTS), padded(COMPLETIONS)
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
     rows = [full_forward(model, PROMPTS[p], completion)
             for p, completion in zip(PROMPT_OF, COMPLETIONS)]
     want = gradients(model, torch.cat(rows), torch.tensor(sum(COMPLETIONS, [])))
 
-    monkeypatch.setattr(model_py.Layer, "forward",
-                        lambda self, *a: runs.append(1) or forward(self, *a))
+    def counting(self, x, *rest):
+        tokens.append(x[..., 0].numel())
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(model_py.Layer, "forward", counting)
     model.checkpointing = checkpointing
     hidden = model.completion_hidden(prompt_ids, prompt_lengths, ids, torch.tensor(PROMPT_OF))
     assert hidden.shape == (5, 8, model.config.hidden_size) and hidden.isfinite().all()
     torch.testing.assert_close(hidden[mask], torch.cat(rows), atol=2e-5, rtol=1e-4)
     got = gradients(model, hidden[mask], ids[mask])
-    assert len(runs) == (4 if checkpointing else 2) * len(model.model.layers)
+    runs = (2 if checkpointing else 1) * len(model.model.layers)
+    assert sum(tokens) == runs * (prompt_ids.numel() + ids[:, 1:].numel())
     assert got.keys() == want.keys()
     for name, grad in want.items():
         # a bias of all keys changes no attention weight
@@ -327,11 +317,3 @@ def test_completion_hidden_of_no_and_of_one_token(length):
     want = [full_forward(model, PROMPTS[p], [4] * length) for p in PROMPT_OF]
     torch.testing.assert_close(hidden, torch.stack(want), atol=2e-5, rtol=1e-4)
     hidden.sum().backward()
-
-
-def test_completion_hidden_runs_each_prompt_once():
-    model, tokens = some_model("llama_gqa"), []
-    model.model.embed_tokens.register_forward_hook(lambda m, x, y: tokens.append(x[0].numel()))
-    model.completion_hidden(torch.full((1, 50), 3), torch.tensor([50]), torch.full((8, 5), 4),
-                            torch.zeros(8, dtype=torch.long))
-    assert sum(tokens) == 50 + 8 * 4
