@@ -73,7 +73,8 @@ def add_lora(model, rank):
         layer.set_lora(torch.empty(rank, layer.in_features, **new).uniform_(-bound, bound),
                        torch.zeros(layer.out_features, rank, **new), 1.0)
     model.lora = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model.folder,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.folder and str(model.folder),
         "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False,
         "target_modules": sorted({name.split(".")[-1] for name in layers}),
         "fan_in_fan_out": False, "inference_mode": True}
