@@ -109,7 +109,7 @@ def make_tiny_model(folder, seed):
     write_byte_tokenizer(folder)
     tokenizer = Tokenizer.from_pretrained(folder)
     torch.manual_seed(seed)
-    model = GPT(Config.from_dict(dict(
+    model = GPT(Config(dict(
         architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=tokenizer.vocab_size,
         hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=10000.0,

@@ -78,10 +78,8 @@ def read_config(config_class, argv, file=None, gone={}, aliases={}, bare={}, def
     found, flags = split_words(argv, alone)
     file = file or found
     given = dict(setting(name, text, f"flag --{name}") for name, text in flags)
-    values = {}
-    if file is not None:
-        values = dict(setting(name, value, f"{file}: key {name!r}")
-                      for name, value in read_toml(file).items())
+    table = read_toml(file) if file is not None else {}
+    values = dict(setting(name, value, f"{file}: key {name!r}") for name, value in table.items())
 
     start = {}
     for name, rows in defaults_of.items():

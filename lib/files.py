@@ -8,15 +8,15 @@ import os
 import re
 import sys
 
-REQUIRED = object()
+from safetensors import SafetensorError
 
 
-def read_json(path, default=REQUIRED):
+def read_json(path, default=None):
     """The object in a JSON file; `default`, if given, when there is no such file.
     FileNotFoundError and ValueError name the file and say what to do."""
     path = os.fspath(path)
     if not os.path.isfile(path):
-        if default is not REQUIRED:
+        if default is not None:
             return default
         raise FileNotFoundError(f"{os.path.dirname(path) or '.'}: has no {os.path.basename(path)}")
     try:
@@ -50,26 +50,24 @@ def check_folder(folder):
         return
     if os.path.isfile(folder):
         raise NotADirectoryError(f"{folder}: is a file; give the folder that it is in")
-    name = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
-    if not name:
-        raise FileNotFoundError(f"{folder}: no such folder; give one in Hugging Face format, such "
-                                "as `hf download OWNER/NAME --local-dir FOLDER` makes")
+    hub = re.fullmatch(r"(?:https://huggingface\.co/)?(\w[\w.-]*/(\w[\w.-]*))/?", folder)
+    name, into = hub.groups() if hub else ("OWNER/NAME", "FOLDER")
     raise FileNotFoundError(
         f"{folder}: no such folder. If this is a name on the Hub, download it first (`pip install "
-        f"huggingface_hub`, `hf download {name[1]} --local-dir {name[2]}`), then give that folder")
+        f"huggingface_hub`, `hf download {name} --local-dir {into}`), then give that folder")
 
 
 def check_model_folder(folder):
     """FileNotFoundError or ValueError unless `folder` may hold a whole model, not an adapter."""
     check_folder(folder)
-    adapter, metrics = (os.path.join(folder, n) for n in ("adapter_config.json", "metrics.jsonl"))
     if os.path.isfile(os.path.join(folder, "config.json")):
         return
-    if os.path.isfile(metrics):
+    if os.path.isfile(os.path.join(folder, "metrics.jsonl")):
         raise ValueError(f"{folder}: the folder of a run; its policy is in {folder}/model, or with "
                          f"LoRA in {folder}/adapter")
-    if os.path.isfile(adapter):
-        base = read_json(adapter).get("base_model_name_or_path")
+    adapter = read_json(os.path.join(folder, "adapter_config.json"), {})
+    if adapter:
+        base = adapter.get("base_model_name_or_path")
         raise ValueError(f"{folder}: holds a LoRA adapter, not a model; give its base "
                          f"({base}) as --model and this folder as --adapter")
     inside = [os.path.join(folder, os.path.dirname(path)) for deep in ("*", "snapshots/*")
@@ -112,7 +110,7 @@ def beside(path):
         with open(new, "rb") as f:
             os.fsync(f.fileno())
         os.replace(new, path)
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError, SafetensorError) as e:  # a full disk, for example
         with contextlib.suppress(OSError):
             os.remove(new)
         while e.__context__ and not isinstance(e, OSError):  # torch.save hides it in a RuntimeError

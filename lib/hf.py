@@ -12,12 +12,11 @@ import os
 import re
 import shutil
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lib.chat import read_template
@@ -28,11 +27,6 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 TYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-STRANGERS = {  # beginnings of names that other programs write
-    "_orig_mod.": ": a compiled model was saved; save its _orig_mod",
-    "module.": ": a wrapped model (DDP, DeepSpeed) was saved; save its module",
-    "base_model.model.": ": saved with PEFT's adapter on it; merge that, or save it alone",
-    "score.": ": a classifier or reward model, no language model"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
@@ -40,94 +34,69 @@ TOKENIZER_FILES = (
 
 # ---- config.json ---------------------------------------------------------------------------------
 
-@dataclass
 class Config:
-    """The shape of a model, under the names of config.json; `raw` is that file, to write back."""
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    initializer_range: float
-    rope: dict  # rope_type, rope_theta and, for llama3, LLAMA3_ROPE
-    raw: dict = field(default_factory=dict, repr=False)
+    """The shape of a model, under the names of config.json as transformers 4 or 5 writes it; `raw`
+    is that file, to write back. ValueError names the field that is missing, wrong or unsupported.
+    """
 
-    @classmethod
-    def from_dict(cls, raw, where="config.json"):
-        """Reads a config.json as transformers 4 or 5 writes it.
-        ValueError names the field that is missing, wrong or unsupported."""
-        kind = raw.get("model_type")
-        if kind not in MODEL_TYPES:
-            raise ValueError(f"{where}: model_type {kind!r} is not supported; supported are "
-                             f"{', '.join(MODEL_TYPES)}; docs/models.md lists families that are")
-        get, llama = partial(read_field, raw, where), kind == "llama"
-        heads, hidden_size = get("num_attention_heads", int), get("hidden_size", int)
-        attention_bias = kind in ("llama", "qwen3") and get("attention_bias", bool, False)
-        config = cls(
-            model_type=kind,
-            vocab_size=get("vocab_size", int),
-            hidden_size=hidden_size,
-            intermediate_size=get("intermediate_size", int),
-            num_hidden_layers=get("num_hidden_layers", int),
-            num_attention_heads=heads,
-            num_key_value_heads=get("num_key_value_heads", int, heads if llama else None),
-            head_dim=get("head_dim", int, 128 if kind == "qwen3" else hidden_size // heads),
-            max_position_embeddings=get("max_position_embeddings", int, 2048 if llama else None),
-            rms_norm_eps=get("rms_norm_eps", float, 1e-6),
-            tie_word_embeddings=get("tie_word_embeddings", bool, False),
-            qkv_bias=kind == "qwen2" or attention_bias,
-            o_bias=attention_bias,
-            mlp_bias=llama and get("mlp_bias", bool, False),
-            initializer_range=get("initializer_range", float, 0.02),
-            rope=read_rope(raw, where),
-            raw=raw)
-        if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ValueError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only "
-                             "silu")
-        if raw.get("quantization_config"):
-            raise ValueError(f"{where}: the weights are quantized (quantization_config); use the "
-                             "original float checkpoint")
-        if max(config.head_dim, config.num_hidden_layers) > 8192:
-            raise ValueError(f"{where}: head_dim or num_hidden_layers is more than 8192")
-        refuse_window(config, where)
-        return config
+    def __init__(self, raw, where="config.json"):
+        self.raw, self.model_type = raw, raw.get("model_type")
+        if self.model_type not in MODEL_TYPES:
+            raise ValueError(f"{where}: model_type {self.model_type!r} is not supported; supported "
+                             f"are {', '.join(MODEL_TYPES)} (docs/models.md lists families)")
+        llama, qwen2, qwen3 = (self.model_type == kind for kind in ("llama", "qwen2", "qwen3"))
+        get = partial(read_field, raw, where)
+        self.vocab_size = get("vocab_size", int)
+        self.hidden_size = get("hidden_size", int)
+        self.intermediate_size = get("intermediate_size", int)
+        self.num_hidden_layers = get("num_hidden_layers", int)
+        self.num_attention_heads = heads = get("num_attention_heads", int)
+        self.num_key_value_heads = get("num_key_value_heads", int, heads if llama else None)
+        self.head_dim = get("head_dim", int, 128 if qwen3 else self.hidden_size // heads)
+        self.max_position_embeddings = get("max_position_embeddings", int, 2048 if llama else None)
+        self.rms_norm_eps = get("rms_norm_eps", float, 1e-6)
+        self.tie_word_embeddings = get("tie_word_embeddings", bool, False)
+        self.o_bias = (llama or qwen3) and get("attention_bias", bool, False)
+        self.qkv_bias = qwen2 or self.o_bias
+        self.mlp_bias = llama and get("mlp_bias", bool, False)
+        self.initializer_range = get("initializer_range", float, 0.02)
+        # rope_type, rope_theta and, for llama3, LLAMA3_ROPE
+        self.rope = read_rope(raw, where)
+        refuse_unsupported(self, where)
 
 
 def read_field(raw, where, name, kind, default=None):
-    """raw[name], a positive int, a positive float or a bool; missing or null: the default."""
-    value = raw.get(name)
-    if value is None:
-        value = default
+    """raw[name] of type `kind`, numbers positive; missing or null: the default."""
+    value = default if raw.get(name) is None else raw[name]
     if value is None:
         raise ValueError(f"{where}: field {name!r} is missing")
-    kinds = (int, float) if kind is float else (kind,)
-    if type(value) not in kinds or kind is not bool and not 0 < value < 2**63:
-        expected = "bool" if kind is bool else f"positive {kind.__name__}"
-        raise ValueError(f"{where}: field {name!r} should be a {expected}, found {value!r}")
+    number = kind in (int, float)
+    right = type(value) is kind or kind is float and type(value) is int
+    if not right or number and not 0 < value < 2**63:
+        raise ValueError(f"{where}: field {name!r} should be a {'positive ' * number}"
+                         f"{kind.__name__}, found {value!r}")
     return value
 
 
-def refuse_window(c, where):
-    """ValueError if a layer sees less than the whole context. Mistral's do if config.json has the
-    size of a window; Qwen's if layer_types says so, or, without that, use_sliding_window and
-    max_window_layers do."""
-    layer_types, full_layers = c.raw.get("layer_types"), c.raw.get("max_window_layers", 28)
-    if layer_types:
-        slides = any(layer_type != "full_attention" for layer_type in layer_types)
-    else:
-        slides = c.raw.get("use_sliding_window") and full_layers < c.num_hidden_layers
+def refuse_unsupported(c, where):
+    """ValueError for what we do not compute, such as layers that see less than the whole context.
+    Mistral's do if config.json has the size of a window; Qwen's if layer_types says so, or, without
+    that, use_sliding_window and max_window_layers do."""
+    if c.raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"{where}: hidden_act {c.raw['hidden_act']!r} is not supported, only silu")
+    if c.raw.get("quantization_config"):
+        raise ValueError(f"{where}: the weights are quantized (quantization_config); use the "
+                         "original float checkpoint")
+    if max(c.head_dim, c.num_hidden_layers) > 8192:
+        raise ValueError(f"{where}: head_dim or num_hidden_layers is more than 8192")
     window = c.raw.get("sliding_window", 4096)  # what transformers takes when it is absent
-    wide = window is None or type(window) is int and window >= c.max_position_embeddings
-    if not wide and (slides or c.model_type == "mistral"):
+    if window is None or type(window) is int and window >= c.max_position_embeddings:
+        return
+    layer_types = read_field(c.raw, where, "layer_types", list, [])
+    slides = any(layer_type != "full_attention" for layer_type in layer_types)
+    if not layer_types and c.raw.get("use_sliding_window"):
+        slides = read_field(c.raw, where, "max_window_layers", int, 28) < c.num_hidden_layers
+    if slides or c.model_type == "mistral":
         raise ValueError(f"{where}: sliding-window attention is not supported (sliding_window "
                          f"{window!r}, layer_types {layer_types!r}); set sliding_window to null if "
                          "all your sequences are shorter")
@@ -169,7 +138,7 @@ def read_config(folder):
     """The Config of a folder. FileNotFoundError or ValueError: what is wrong, and what to do."""
     check_model_folder(folder)
     path = os.path.join(folder, "config.json")
-    return Config.from_dict(read_json(path), path)
+    return Config(read_json(path), path)
 
 
 # ---- weights in ----------------------------------------------------------------------------------
@@ -189,8 +158,8 @@ def load_weights(model, folder):
             continue
         if name not in params:
             raise ValueError(f"{file}: tensor {name!r} has no place in a {model.config.model_type} "
-                             "model of this config.json"
-                             + "".join(STRANGERS[x] for x in STRANGERS if name.startswith(x)))
+                             "model of this config.json (of a model that is compiled or wrapped by "
+                             "DDP save the module inside; merge a PEFT adapter first)")
         check_tensor(name, tensor, file, params[name].shape, "config.json asks")
         params[name].copy_(tensor)
         filled.add(name)
@@ -242,12 +211,10 @@ def weight_files(folder, safe_name, bin_name):
         path = os.path.join(folder, single)
         if os.path.isfile(path):
             return [path]
-        index = read_json(path + ".index.json", default=None)
-        if index is not None:
-            files = index.get("weight_map", {})
-            if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
-                raise ValueError(f'{path}.index.json: "weight_map" should name each tensor\'s file')
-            files = sorted(set(files.values()))
+        index = read_json(path + ".index.json", {})
+        if index:
+            file_of = read_field(index, path + ".index.json", "weight_map", dict, {})
+            files = sorted(set(map(str, file_of.values())))
             return [os.path.join(folder, os.path.basename(file)) for file in files]
     there = [name for name in sorted(os.listdir(folder))
              if name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth"))]
@@ -293,14 +260,6 @@ def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
     copy_files(own, folder, TOKENIZER_FILES)
 
 
-def merged_parameter(model, name):
-    module, _, field_name = name.rpartition(".")
-    module = model.get_submodule(module)
-    if field_name == "weight" and hasattr(module, "merged_weight"):
-        return module.merged_weight()
-    return getattr(module, field_name)
-
-
 def write_shards(folder, model, dtype, shard_bytes):
     """Writes the weights to a folder inside and moves the files up. Those of an earlier save stay
     until then, and go if they are not overwritten: two sets of weights are ambiguous."""
@@ -315,9 +274,9 @@ def write_shards(folder, model, dtype, shard_bytes):
         shards[-1].append(name)
         room -= size
         total += size
-    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": names
-             for i, names in enumerate(shards, 1)}
-    if len(shards) == 1:
+    n = len(shards)
+    files = {f"model-{i:05}-of-{n:05}.safetensors": names for i, names in enumerate(shards, 1)}
+    if n == 1:
         files = {"model.safetensors": shards[0]}
     new, saving = list(files), os.path.join(folder, "saving")
     os.makedirs(saving, exist_ok=True)
@@ -325,11 +284,11 @@ def write_shards(folder, model, dtype, shard_bytes):
         for file, names in files.items():
             tensors = {name: merged_parameter(model, name).to(dtype) for name in names}
             save_tensors(os.path.join(saving, file), tensors)
-        if len(shards) > 1:
+        if n > 1:
             new.append(INDEX)
-            write_json(os.path.join(saving, INDEX), {
-                "metadata": {"total_size": total},
-                "weight_map": {name: file for file, names in files.items() for name in names}})
+            weight_map = {name: file for file, names in files.items() for name in names}
+            write_json(os.path.join(saving, INDEX),
+                       {"metadata": {"total_size": total}, "weight_map": weight_map})
         # the index goes first and comes last: a folder that is half old, half new is refused
         for file in os.listdir(folder):
             if WEIGHTS.fullmatch(file) and file not in files:
@@ -340,13 +299,18 @@ def write_shards(folder, model, dtype, shard_bytes):
         shutil.rmtree(saving)
 
 
+def merged_parameter(model, name):
+    module, _, field = name.rpartition(".")
+    module = model.get_submodule(module)
+    if field == "weight" and hasattr(module, "merged_weight"):
+        return module.merged_weight()
+    return getattr(module, field)
+
+
 def save_tensors(path, tensors):
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     with beside(path) as new:
-        try:
-            save_file(tensors, new, metadata={"format": "pt"})
-        except SafetensorError as e:  # a full disk, for example
-            raise OSError(e) from None
+        save_file(tensors, new, metadata={"format": "pt"})
 
 
 def write_json(path, content):

@@ -17,8 +17,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from lib.files import check_folder, read_json
-from lib.hf import (TOKENIZER_FILES, check_tensor, copy_files, read_tensors, same_values,
-                    save_tensors, write_json)
+from lib.hf import (TOKENIZER_FILES, check_tensor, copy_files, read_field, read_tensors,
+                    same_values, save_tensors, write_json)
 
 # what PEFT calls LoRA, too, but computes something else
 UNSUPPORTED = (
@@ -73,7 +73,8 @@ def add_lora(model, rank):
         layer.set_lora(torch.empty(rank, layer.in_features, **new).uniform_(-bound, bound),
                        torch.zeros(layer.out_features, rank, **new), 1.0)
     model.lora = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model.folder,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.folder and str(model.folder),
         "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False,
         "target_modules": sorted({name.split(".")[-1] for name in layers}),
         "fan_in_fan_out": False, "inference_mode": True}
@@ -185,10 +186,11 @@ def read_adapter_config(folder):
                          f" bias {c.get('bias')!r}"
                          + "".join(f", {key} {c[key]!r}" for key in unsupported)
                          + "); merge it into its base with PEFT first: merge_and_unload()")
-    r, alpha = c.get("r"), c.get("lora_alpha")
-    if type(r) is not int or r < 1 or type(alpha) not in (int, float):
-        raise ValueError(f"{where}: r should be a positive int and lora_alpha a number, "
-                         f"found {r!r} and {alpha!r}")
+    read_field(c, where, "r", int)
+    read_field(c, where, "lora_alpha", float)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in read_field(c, where, key, dict, {}):
+            read_field(c[key], where, pattern, float)
     return c
 
 

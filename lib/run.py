@@ -224,7 +224,12 @@ class Output:
 
     def rows(self):
         """The rows of metrics.jsonl, but for a last one that a kill has cut off."""
-        return read_jsonl(self.metrics, ("step",)) if os.path.exists(self.metrics) else []
+        rows = read_jsonl(self.metrics, ("step",)) if os.path.exists(self.metrics) else []
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row["step"], int):
+                raise ValueError(f"{self.metrics}:{number}: step is {row['step']!r}, not a whole "
+                                 "number; mend or remove the line")
+        return rows
 
     def open_log(self, step):
         """Opens metrics.jsonl behind the rows of the steps before `step`; others are cut off."""

@@ -45,7 +45,7 @@ def small_model(folder, **changes):
     fields = dict(model_type="llama", vocab_size=272, hidden_size=32, intermediate_size=64,
                   num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=128,
                   initializer_range=0.1, eos_token_id=269, pad_token_id=269)
-    model = GPT(Config.from_dict(fields | changes))
+    model = GPT(Config(fields | changes))
     model.save_pretrained(folder)
     model.folder = folder
     return model

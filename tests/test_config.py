@@ -86,7 +86,6 @@ def test_a_file_says_the_same_as_a_flag(tmp_path, flag, text):
     assert c == read(written(tmp_path, text))[0] != Settings()
 
 
-
 @pytest.mark.parametrize("argv, says", [
     (["--stpes=1"], "flag --stpes does not exist; the nearest is steps "),
     (["--steps=1.5"], "flag --steps: expected a whole number, found '1.5'"),

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import lib.hf
 from lib.files import check_model_folder
-from lib.hf import Config, rope_frequencies, save_folder
+from lib.hf import Config, save_folder
 from model import GPT
 
-HF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fixtures", "hf")
+HF = Path(__file__).parent / "fixtures" / "hf"
 TINY = dict(vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=300,
             rms_norm_eps=1e-5, rope_theta=1000.0, tie_word_embeddings=False)
@@ -24,33 +25,30 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_fac
 INDEX = "model.safetensors.index.json"
 
 
-def config_of(name):
-    with open(os.path.join(HF, name, "config.json")) as f:
-        return json.load(f)
+def config_of(folder):
+    return json.loads((HF / folder / "config.json").read_text())
 
 
-def weights_of(name):
-    folder = os.path.join(HF, name)
-    files = sorted(file for file in os.listdir(folder) if file.endswith(".safetensors"))
-    return {k: v for file in files for k, v in load_file(os.path.join(folder, file)).items()}
+def weights_of(folder):
+    files = sorted((HF / folder).glob("*.safetensors"))
+    return {k: v for file in files for k, v in load_file(file).items()}
 
 
 def write(folder, config, tensors=None):
-    os.makedirs(folder, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if tensors is not None:
-        tensors = {k: v.contiguous() for k, v in tensors.items()}
         save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def copy(name, target):
     """A copy of a fixture that a test may change."""
-    return shutil.copytree(os.path.join(HF, name), target)
+    return shutil.copytree(HF / name, target)
 
 
 def tiny(model_type="llama", **fields):
-    return Config.from_dict({"model_type": model_type, **TINY, **fields}, "a/config.json")
+    return Config({"model_type": model_type, **TINY, **fields}, "a/config.json")
 
 
 def assert_holds(model, tensors):
@@ -73,11 +71,8 @@ def test_llama3_frequencies_hand_worked():
     for form in (dict(rope_theta=theta, rope_scaling=older),
                  dict(rope_theta=None, rope_parameters=LLAMA3),
                  dict(rope_theta=theta, rope_scaling=older, rope_parameters={"rope_theta": 1.0})):
-        freq = rope_frequencies(8, tiny(head_dim=8, **form).rope)
+        freq = GPT(tiny(head_dim=8, **form)).rope_freq
         torch.testing.assert_close(freq, want, atol=0, rtol=1e-5)
-    plain = rope_frequencies(8, dict(rope_type="default", rope_theta=500000.0))
-    want = torch.tensor([1.0, 0.0376060, 1.41421e-3, 5.31830e-5])
-    torch.testing.assert_close(plain, want, atol=0, rtol=1e-5)
 
 
 def test_what_a_config_may_leave_out():
@@ -90,7 +85,7 @@ def test_what_a_config_may_leave_out():
     assert (c.num_key_value_heads, c.max_position_embeddings, c.rms_norm_eps) == (4, 2048, 1e-6)
     assert c.head_dim == 6 and not c.tie_word_embeddings
     raw = {key: value for key, value in c.raw.items() if key != "rope_theta" and value is not None}
-    assert Config.from_dict(raw).rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert Config(raw).rope == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("fields, message", (
@@ -98,7 +93,6 @@ def test_what_a_config_may_leave_out():
     (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope type 'linear' is not supported"),
     (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "should be one flat object"),
     (dict(rope_parameters={**LLAMA3, "factor": None}), "field 'factor' is missing"),
-    (dict(rope_theta=-1.0), "'rope_theta' should be a positive float, found -1.0"),
     (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary"),
     (dict(model_type="mistral", max_position_embeddings=8192), "not supported.*window 4096"),
     (dict(model_type="mistral", sliding_window="null"), "sliding_window 'null'"),
@@ -106,6 +100,8 @@ def test_what_a_config_may_leave_out():
      "sliding_window 128"),
     (dict(model_type="qwen3", sliding_window=128, layer_types=["full_attention", "sliding"]),
      "sliding-window attention"),
+    (dict(model_type="qwen3", sliding_window=128, layer_types=5),
+     "'layer_types' should be a list, found 5"),
     (dict(quantization_config={"quant_method": "gptq"}), "quantized .*quantization_config"),
     # made, they would fill the memory or take hours, without a word
     (dict(head_dim=10**9), "head_dim or num_hidden_layers is more than 8192"),
@@ -127,9 +123,6 @@ def test_unsupported_configs_are_refused(fields, message):
     dict(rms_norm_eps=1, rope_theta=10000),
     dict(rope_scaling={"type": "default"}, hidden_act="swish"),
     dict(head_dim=None, quantization_config=None, rope_scaling=None, pretraining_tp=1),
-    # SmolLM2
-    dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, rope_theta=100000,
-         is_llama_config=True, **{"transformers.js_config": {"dtype": {"q4f16": "float16"}}}),
     # Mistral v0.3, and a window wider than the context
     dict(model_type="mistral", sliding_window=None, head_dim=6),
     dict(model_type="mistral", sliding_window=300),
@@ -147,11 +140,11 @@ def test_what_real_configs_carry(fields):
 
 def test_a_config_too_large_for_the_machine_is_refused(tmp_path):
     large = {**config_of("llama_gqa"), "vocab_size": 2**62, "hidden_size": 2**31 - 2}
-    folder = write(tmp_path / "a", large, weights_of("llama_gqa"))
+    folder = write(tmp_path / "a", large)
     with pytest.raises(ValueError, match=f"{folder}: cannot make the model of this config.json"):
         GPT.from_pretrained(folder)
     with pytest.raises(ValueError, match="on device abacus"):
-        GPT.from_pretrained(os.path.join(HF, "llama_gqa"), device="abacus")
+        GPT.from_pretrained(HF / "llama_gqa", device="abacus")
 
 
 # ---- weights in ----------------------------------------------------------------------------------
@@ -160,7 +153,7 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     """Regression: KeyError for lm_head.weight, which a tied checkpoint does not store; some store
     it all the same, or only name it in their index."""
     tensors, config = weights_of("qwen2_tied"), config_of("qwen2_tied")
-    model = GPT.from_pretrained(os.path.join(HF, "qwen2_tied"))
+    model = GPT.from_pretrained(HF / "qwen2_tied")
     assert model.head_weight is model.model.embed_tokens.weight
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     folder = write(tmp_path / "a", config, {**tensors, **head})
@@ -200,8 +193,7 @@ W, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     ({UP: None}, f"the weights lack 1 of 21 tensors, the first is '{UP}'"),
     ({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, "safetensors: .*layers.2.* no place in"),
     ({UP: torch.ones(1, 48)}, rf"'{UP}' has shape \(1, 48\), config.json asks for \(80, 48\)"),
-    ({"_orig_mod." + W: torch.ones(48)}, "no place .*: a compiled model .* save its _orig_mod"),
-    ({"score.weight": torch.ones(2)}, "no place .*: a classifier or reward model"),
+    ({"_orig_mod." + W: torch.ones(48)}, "no place .*of a model that is compiled"),
     ({W: torch.ones(48, dtype=torch.int8)}, f"'{W}' is torch.int8"),
     ({W: torch.ones(48).to(torch.float8_e4m3fn)}, "is torch.float8_e4"),
 ))
@@ -217,15 +209,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 @pytest.mark.parametrize("name, content, message", (
     (FIRST, None, f"{FIRST}: the index names this file"),
-    (FIRST, b"", f"{FIRST}: not a readable file of tensors"),
     (FIRST, b"x" * 50000, f"{FIRST}: not a readable file of tensors"),
     (FIRST, LFS, f"{FIRST}: a Git LFS pointer.*git lfs pull"),
     (INDEX, LFS, f"{INDEX}: a Git LFS pointer"),
     (INDEX, b'{"metadata": {}}', "the weights lack 27 of 27 tensors"),
-    (INDEX, b'{"weight_map": {"a": 5}}', "should name each tensor's file"),
+    (INDEX, b'{"weight_map": {"a": 5}}', "the index names this file, but it is not there"),
+    (INDEX, b'{"weight_map": []}', "'weight_map' should be a dict"),
     (INDEX, None, f"has no weights.*; there is {FIRST}, model-00002"),
     ("config.json", None, "has no config.json"),
-    ("config.json", LFS, "config.json: a Git LFS pointer"),
     ("config.json", b"{", "config.json: not valid JSON"),
     ("config.json", b'{"a": "\xff"}', "config.json: not valid JSON"),
     ("config.json", b"[1]", "config.json: expected a JSON object, found"),
@@ -244,46 +235,33 @@ class RunsCode:
         return open, ("victim", "w")
 
 
-@pytest.mark.parametrize("content, message", (
-    ([torch.ones(2)], "not a readable file of tensors"),
-    ({"model": {W: torch.ones(2)}}, "tensor 'model' has no place"),
-    ({W: RunsCode()}, "not a readable file of tensors"),
-))
-def test_bin_files_of_other_things_are_refused(content, message, tmp_path, monkeypatch):
+def test_a_bin_file_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save(content, write(tmp_path / "a", config_of("llama_gqa")) / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=f"pytorch_model.bin: {message}"):
-        GPT.from_pretrained(tmp_path / "a")
+    torch.save({W: RunsCode()}, write(tmp_path / "a", config_of("llama_gqa")) / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin: not a readable file of tensors"):
+        GPT.from_pretrained("a")
     assert not os.path.exists("victim")
 
 
-@pytest.mark.parametrize("folder, message", (
-    ("Qwen/Qwen2.5-0.5B", "no such folder.*hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
-    ("https://huggingface.co/Qwen/Qwen3-4B/", "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
-    ("/none/of/these", "/none/of/these: no such folder; give one.*hf download OWNER/NAME"),
-    (os.path.join(HF, "lora_qwen2"), r"LoRA adapter, not a model; give its base \(.*\) as --model"),
+@pytest.mark.parametrize("files, folder, message", (
+    ([], "Qwen/Qwen2.5-0.5B", "no such folder.*hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-"),
+    ([], "https://huggingface.co/Qwen/Qwen3-4B/", "download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
+    ([], "/none/of/these", "/none/of/these: no such folder.*hf download OWNER/NAME"),
+    (["adapter_config.json"], ".", r"LoRA adapter, not a model; give its base \(B\) as --model"),
+    (["metrics.jsonl"], ".", "the folder of a run; its policy is in ./model, or with"),
+    (["hub/snapshots/0a/config.json"], "hub", "did you mean hub/snapshots/0a?"),
+    ([f"checkpoint-{n}/config.json" for n in range(8, 13)], ".", "mean .*/checkpoint-12?"),
+    (["a/config.json"], "a/config.json", "json: is a file; give the folder"),
 ))
-def test_folders_that_are_no_models(folder, message):
-    with pytest.raises((FileNotFoundError, ValueError), match=message):
+def test_folders_that_are_no_models(files, folder, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in map(Path, files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('{"base_model_name_or_path": "B"}')
+    with pytest.raises((FileNotFoundError, NotADirectoryError, ValueError), match=message):
         GPT.from_pretrained(folder)
-
-
-def test_a_folder_above_a_model_and_a_file_in_it(tmp_path):
-    for inside in ("hub/snapshots/0a", *(f"checkpoint-{n}" for n in range(8, 13))):
-        (tmp_path / inside).mkdir(parents=True)
-        (tmp_path / inside / "config.json").write_text("{}")
-    for folder, says in (("", "did you mean .*/checkpoint-12?"), ("hub", "mean .*/snapshots/0a?"),
-                         ("checkpoint-9/config.json", "json: is a file; give the folder")):
-        with pytest.raises(OSError, match=says):
-            check_model_folder(tmp_path / folder)
-
-
-def test_a_run_is_no_model_but_a_model_may_hold_metrics(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="the folder of a run; its policy is in .*/model"):
-        check_model_folder(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    check_model_folder(tmp_path)
+    Path("config.json").write_text("{}")
+    check_model_folder(".")  # whatever else is in it
 
 
 # ---- weights out ---------------------------------------------------------------------------------
@@ -318,7 +296,7 @@ def test_weights_come_in_one_type_and_go_out_in_another(stored, tmp_path):
 
 def test_shards_as_on_the_hub_and_none_of_an_earlier_save(tmp_path):
     """Two sets of weights in a folder are ambiguous: which one counts depends on who reads it."""
-    tensors, model = weights_of("llama_gqa"), GPT.from_pretrained(os.path.join(HF, "llama_gqa"))
+    tensors, model = weights_of("llama_gqa"), GPT.from_pretrained(HF / "llama_gqa")
     total = sum(t.nbytes for t in tensors.values())
     for limit in (40_000, 90_000, 10**9, 90_000):
         save_folder(model, tmp_path, shard_bytes=limit)
@@ -360,7 +338,7 @@ def test_a_save_that_dies_leaves_the_old_weights(shard_bytes, last, tmp_path, mo
 
 def test_a_save_that_is_killed_between_two_shards_is_refused(tmp_path, monkeypatch):
     """Half of the shards are the new ones and half the old ones: every tensor is there."""
-    model, moved, replace = GPT.from_pretrained(os.path.join(HF, "llama_gqa")), [], os.replace
+    model, moved, replace = GPT.from_pretrained(HF / "llama_gqa"), [], os.replace
     save_folder(model, tmp_path, shard_bytes=90_000)
 
     def killed(source, target):
@@ -404,5 +382,5 @@ def test_weights_are_read_one_tensor_at_a_time(monkeypatch):
         check(name, tensor, *rest)
 
     monkeypatch.setattr(lib.hf, "check_tensor", watched)
-    GPT.from_pretrained(os.path.join(HF, "qwen2_sharded"))
+    GPT.from_pretrained(HF / "qwen2_sharded")
     assert len(seen) == 27

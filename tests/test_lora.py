@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,19 +13,18 @@ from lib.chat import read_template
 from lib.lora import adapter_as, add_lora, linears, save_adapter
 from model import GPT
 
-HF = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fixtures", "hf")
-BASE, ADAPTER = os.path.join(HF, "qwen2_tied"), os.path.join(HF, "lora_qwen2")
+HF = Path(__file__).parent / "fixtures" / "hf"
+BASE, ADAPTER = HF / "qwen2_tied", HF / "lora_qwen2"
 PREFIX = "base_model.model."
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def expected():
-    z = np.load(os.path.join(ADAPTER, "expected.npz"))
-    return {k: torch.from_numpy(v) for k, v in z.items()}
+    return {k: torch.from_numpy(v) for k, v in np.load(ADAPTER / "expected.npz").items()}
 
 
 def tensors_of(folder, file="adapter_model.safetensors"):
-    return load_file(os.path.join(folder, file))
+    return load_file(folder / file)
 
 
 TENSORS = tensors_of(ADAPTER)
@@ -32,8 +32,7 @@ Q0, Q1 = (PREFIX + f"model.layers.{layer}.self_attn.q_proj.lora_" for layer in r
 
 
 def config_of(folder):
-    with open(os.path.join(folder, "adapter_config.json")) as f:
-        return json.load(f)
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 def adapter(folder, changed=(), **fields):
@@ -90,7 +89,7 @@ def test_a_saved_model_is_merged(dtype, tmp_path):
 
 
 def test_a_new_adapter_changes_nothing_and_trains_alone():
-    model, ids = GPT.from_pretrained(os.path.join(HF, "llama_gqa")), torch.arange(14).view(2, 7)
+    model, ids = GPT.from_pretrained(HF / "llama_gqa"), torch.arange(14).view(2, 7)
     before, weights = model(ids).detach(), {n: p.clone() for n, p in model.named_parameters()}
     add_lora(model, 3)
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -138,7 +137,7 @@ def test_saved_adapters_are_as_peft_writes_them(tmp_path):
     config = config_of(tmp_path)
     for key in ("peft_type", "task_type", "r", "bias", "use_rslora", "fan_in_fan_out"):
         assert config[key] == theirs[key], key
-    assert config["lora_alpha"] == 4 and config["base_model_name_or_path"] == BASE
+    assert config["lora_alpha"] == 4 and config["base_model_name_or_path"] == str(BASE)
     assert config["target_modules"] == sorted(theirs["target_modules"])
 
 
@@ -230,14 +229,11 @@ ONES = torch.ones(4, 64)
     ({}, dict(rank_pattern={"q_proj": 8}), r"q_proj.*r = 8 ask for \(8, "),
     (without(Q1 + "B"), {}, "lora_A or lora_B of 'model.layers.1.self_attn.q_proj' is missing"),
     (without("1.mlp.up_proj"), {}, "'model.layers.1.mlp.up_proj' is missing"),
-    ({PREFIX + "model.layers.9.mlp.up_proj.lora_A.weight": ONES}, {}, "layers.9"),
     # accepted on an untied model, it then played no part
     ({PREFIX + "lm_head.lora_A.weight": ONES}, {}, "lm_head.lora_A"),
-    ({PREFIX + "model.embed_tokens.lora_embedding_A": ONES}, {}, "lora_embedding_A"),
     ({PREFIX + "model.norm.weight": torch.ones(64)}, {}, "model.norm.weight.* differs"),
     ({PREFIX + EMBEDDING: torch.ones(152, 64)}, {},
      r"embed_tokens.weight' \(152, 64\) differs from the base.*\(151, 64\)"),
-    ({PREFIX + "lm_head.weight": torch.ones(151, 64)}, {}, "lm_head.weight.* differs"),
     ({Q1 + "A.weight": TENSORS[Q1 + "A.weight"].int()}, {}, "is torch.int32"),
     # without PEFT's prefix
     ({Q1.removeprefix(PREFIX) + "A.weight": ONES}, {}, "is no lora_A or lora_B"),
@@ -246,8 +242,10 @@ ONES = torch.ones(4, 64)
     ({}, dict(init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
     ({}, dict(bias="all"), "bias 'all'"),
     ({}, dict(peft_type="IA3"), "peft_type 'IA3'"),
-    ({}, dict(r=True), "adapter_config.json: r should be a positive int"),
-    ({}, dict(lora_alpha="8"), "lora_alpha a number, found 4 and '8'"),
+    ({}, dict(r=True), "adapter_config.json: field 'r' should be a positive int, found True"),
+    ({}, dict(lora_alpha="8"), "'lora_alpha' should be a positive float, found '8'"),
+    ({}, dict(rank_pattern=[4]), r"'rank_pattern' should be a dict, found \[4\]"),
+    ({}, dict(alpha_pattern={"q_proj": "2"}), "'q_proj' should be a positive float, found '2'"),
 ))
 def test_bad_adapters_are_refused(changed, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -255,7 +253,7 @@ def test_bad_adapters_are_refused(changed, fields, message, tmp_path):
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
-    llama = os.path.join(HF, "llama_gqa")
+    llama = HF / "llama_gqa"
     with pytest.raises(ValueError, match="has shape .* this model and r = 4 ask for"):
         GPT.from_pretrained(llama, adapter=ADAPTER)
     with pytest.raises(FileNotFoundError, match="has no adapter_config.json"):

@@ -97,9 +97,10 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     path.write_text('{"step": 0}\n[1]\n{"step": 1}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2: not a JSON object with step; mend or"):
         output.open_log(2)
-    path.write_text('{"step": 0}\n' + "[" * 100_000 + "\n")  # regression: a traceback
-    with pytest.raises(ValueError, match="metrics.jsonl:2: .*mend or remove"):
-        output.open_log(2)
+    for broken in ('{"step": "x"}', '{"step": null}', "[" * 100_000):  # regression: tracebacks
+        path.write_text('{"step": 0}\n' + broken + "\n")
+        with pytest.raises(ValueError, match="metrics.jsonl:2: .*mend or remove"):
+            output.open_log(2)
     path.write_text('{"step": 0}\n{"step": 1}')  # an editor took the end of the line
     assert output.rows() == [{"step": 0}, {"step": 1}]
 

@@ -56,7 +56,7 @@ def walk(following):
 
 def tiny(model_type="llama", **fields):
     torch.manual_seed(0)
-    return GPT(Config.from_dict(dict(
+    return GPT(Config(dict(
         model_type=model_type, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=400) | fields))
 

@@ -53,7 +53,7 @@ ROLLOUTS = {"S": [(16, 8, 32, 64), (4, 32, 32, 64), (4, 8, 32, 256)],
 def new_model(model_type, shape, tied):
     """A model of random weights; shape: as in SHAPES."""
     layers, width, ff, heads, kv_heads, V = shape
-    return GPT(Config.from_dict(dict(
+    return GPT(Config(dict(
         model_type=model_type, vocab_size=V, hidden_size=width, intermediate_size=ff,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         max_position_embeddings=2048, hidden_act="silu", tie_word_embeddings=tied)))

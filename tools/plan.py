@@ -31,7 +31,7 @@ def model_config(name):
                              f"published models only the shapes of {' and '.join(known)} are "
                              "known (config/shapes/)")
         path = os.path.join(SHAPES, os.path.basename(name) + ".json")
-    return Config.from_dict(read_json(path), path)
+    return Config(read_json(path), path)
 
 
 class Plan:
