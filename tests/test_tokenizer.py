@@ -170,7 +170,7 @@ def test_an_old_regex_package_is_refused(tmp_path, monkeypatch):
 def test_folders_without_a_tokenizer(tmp_path):
     """A Hub id, an adapter, a SentencePiece model: the message says what to do."""
     write(tmp_path / "sp", None, tokenizer__model="")
-    adapter = write(tmp_path / "adapter", spec(BYTES, []), adapter_config__json={})
+    adapter = write(tmp_path / "adapter", spec(BYTES, []), adapter_config__json={"r": 8})
     for folder, message in (("Qwen/Qwen2.5-0.5B", "hf download"), (adapter, "--adapter"),
                             (tmp_path, "no tokenizer.json"),
                             (tmp_path / "sp", "only tokenizer.model; .* Qwen2.5"),
@@ -303,9 +303,9 @@ def test_files_of_an_adapter_count(tmp_path):
     """An adapter that was trained with its own template and tokens was used without them."""
     base = write(tmp_path / "base", spec(BYTES, []), {"chat_template": "base"},
                  generation_config__json={"eos_token_id": [7]}, chat_template__jinja="base file")
-    plain = write(tmp_path / "plain", None, adapter_config__json={})
+    plain = write(tmp_path / "plain", None, adapter_config__json={"r": 8})
     own = write(tmp_path / "own", spec(BYTES, [], [added_token(256, "<end>")]),
-                {"chat_template": "own", "eos_token": "<end>"}, adapter_config__json={})
+                {"chat_template": "own", "eos_token": "<end>"}, adapter_config__json={"r": 8})
     template = write(tmp_path / "template", None, chat_template__jinja="template")
     for adapter, folder, text, eos in ((None, base, "base file", (7,)),
                                        (plain, base, "base file", (7,)),
