@@ -8,6 +8,8 @@ vocabulary of 150,000 those of one group would be larger than the model.
 """
 import torch
 
+from lib.products import linear
+
 # of one block of logits: 64 MB in float32, which a CPU likes best; a GPU needs more work at a time
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 
@@ -28,7 +30,9 @@ def log_probs(hidden, head_weight, temperature=1.0, buffers=(None, None)):
     logits (not if hidden is bfloat16) and result."""
     logits, out = buffers
     with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen already
-        if hidden.dtype in (torch.float32, torch.float64):
+        if head_weight.is_mkldnn:
+            logits = linear(hidden, head_weight)  # (N, V)
+        elif hidden.dtype in (torch.float32, torch.float64):
             logits = torch.mm(hidden, head_weight.t(), out=logits)  # (N, V)
         elif "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8: not rounded to bfloat16,
             # which would cost a log-prob 0.03 nats

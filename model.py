@@ -156,9 +156,8 @@ class GPT(nn.Module):
         if self.rope_freq.device != positions.device:
             self.rope_freq = self.rope_freq.to(positions.device)
         angles = positions[..., None].float() * self.rope_freq  # (B, T, D/2)
-        angles = angles.repeat(1, 1, 2)[:, :, None]  # (B, T, 1, D)
-        cos, sin = angles.cos(), angles.sin()
-        sin[..., : sin.shape[-1] // 2].neg_()  # see rotate()
+        cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]  # (B, T, 1, D/2)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # (B, T, 1, D)
         x = self.model.embed_tokens(input_ids)  # (B, T, H)
         kept = []
         for i, layer in enumerate(self.model.layers):

@@ -28,6 +28,7 @@ from lib.draws import draw, restrict, seeded_uniforms
 from lib.files import expand_home, write_whole
 from lib.graph import CAPTURES, repeat
 from lib.lora import ready_to_sample
+from lib.products import pack
 from lib.run import command, forward_dtype
 from lib.show import group_page, show_group
 from logprobs import entropy, log_probs, product_dtype
@@ -62,9 +63,9 @@ class GroupCache:
     def place_prompts(self):
         """Where each prompt ends: own tokens follow there, padding behind it is hidden."""
         (_, Hkv, S, _), device = self.prompt_kv[0][0].shape, self.places.device
-        padding = torch.arange(S) >= self.prompt_lengths[:, None]  # (P, S)
-        bias = minus_infinity_where(padding).repeat_interleave(Hkv, dim=0)  # (P * Hkv, S)
-        self.prompt_bias = bias[:, None].to(device)  # (P * Hkv, 1, S)
+        padding = torch.arange(S) >= self.prompt_lengths[:, None, None]  # (P, 1, S)
+        bias = torch.where(padding, -math.inf, 0.0)
+        self.prompt_bias = bias.repeat_interleave(Hkv, dim=0).to(device)  # (P * Hkv, 1, S)
         G = self.own_kv[0][0].shape[2]
         self.starts = self.prompt_lengths.repeat_interleave(G).to(device)  # (B,)
 
@@ -92,16 +93,11 @@ class GroupCache:
         attend_group gets, and what all layers share. t is a number; or, where shapes should stay
         until buffers grow, a tensor (1,): attention is then to the whole buffers, behind a mask."""
         whole = isinstance(t, torch.Tensor)
-        own_bias = minus_infinity_where(
-            self.places[: self.own_kv[0][0].shape[3] if whole else t + 1] > t)
+        places = self.places[: self.own_kv[0][0].shape[3] if whole else t + 1]
+        own_bias = torch.where(places > t, -math.inf, 0.0)
         by_layer = [(*prompt, *own) for prompt, own in zip(self.prompt_kv, self.own_kv)]
         place = t if whole else slice(t, t + 1)  # where the new token goes
         return self.starts + t, by_layer, (self.prompt_bias, own_bias, place)
-
-
-def minus_infinity_where(hidden):
-    """What is added to scores: 0, or -inf where a key is hidden."""
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)
 
 
 def attend_group(q, k, v, prompt_k, prompt_v, own_k, own_v, prompt_bias, own_bias, place):
@@ -119,8 +115,8 @@ def attend_group(q, k, v, prompt_k, prompt_v, own_k, own_v, prompt_bias, own_bia
         own_v[:, :, :, place] = v.float().view(P, G, Hkv, 1, D).transpose(1, 2)
         own_k, own_v = (x.flatten(0, 2)[:, :T] for x in (own_k, own_v))  # (P * Hkv * G, T, D)
         prompt_k, prompt_v = prompt_k.flatten(0, 1), prompt_v.flatten(0, 1)  # (P * Hkv, S, D)
-        q = q.float().view(P, G, Hkv, R, D).transpose(1, 2)  # (P, Hkv, G, R, D)
-        for_prompt, for_own = q.reshape(P * Hkv, G * R, D), q.reshape(P * Hkv * G, R, D)
+        q = q.float().view(P, G, Hkv, R, D).transpose(1, 2).contiguous()  # (P, Hkv, G, R, D)
+        for_prompt, for_own = q.view(P * Hkv, G * R, D), q.view(P * Hkv * G, R, D)
 
         prompt_scores = torch.baddbmm(prompt_bias, for_prompt, prompt_k.mT, alpha=scale)
         own_scores = torch.baddbmm(own_bias, for_own, own_k.mT, alpha=scale)
@@ -158,10 +154,9 @@ def next_tokens(hidden, head, uniforms, temperature, top_k, top_p):
     probs = logp.exp()  # (b, V)
     if temperature == 0:
         ids = logp.argmax(-1)
-    elif top_k or top_p < 1:
-        ids = draw(restrict(logp, top_k, top_p), uniforms)
     else:
-        ids = draw(probs, uniforms)
+        restricted = top_k or top_p < 1
+        ids = draw(restrict(logp, top_k, top_p) if restricted else probs, uniforms)
     return ids, logp.gather(-1, ids[:, None])[:, 0], entropy(logp, probs)
 
 
@@ -211,7 +206,7 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
         for t in range(L if P else 0):
             if t == 0:
                 hidden, cache = read_prompts(model, prompts, G, L)  # (B, H)
-                head = head.to(product_dtype(hidden))
+                head = pack(head.to(product_dtype(hidden)))
                 draw_tokens(hidden, 0)
             else:
                 if cache.make_room(t - 1) or steps is None:
@@ -231,10 +226,10 @@ def sample(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0,
     if not logps.isfinite().all():
         raise ValueError("sample: the model's logits are not finite: its weights hold nan or inf, "
                          f"training has diverged, or temperature {temperature} is too small")
-    ends = ends.to(device)
-    mask = torch.arange(L, device=device) < ends[:, None]  # (B, L)
-    shaped = [torch.where(mask, x, 0).view(P, G, L) for x in (ids, logps, entropies)]
-    return Samples(shaped[0], mask.view(P, G, L), shaped[1], shaped[2], (ends <= L).view(P, G))
+    ends = ends.view(P, G).to(device)
+    mask = torch.arange(L, device=device) < ends[..., None]  # (P, G, L)
+    ids, logps, entropies = (torch.where(mask, x.view(P, G, L), 0) for x in (ids, logps, entropies))
+    return Samples(ids, mask, logps, entropies, ends <= L)
 
 
 def check(config, prompts, G, L, temperature, top_k, top_p):

@@ -26,11 +26,14 @@ def draw(probs, uniforms):
     """One token a row, by inverting the cumulative distribution: probs (B, V), uniforms (B,) in
     [0, 1) -> (B,). One number a token, so no completion depends on what else is in the batch. First
     the block of columns, then the column in it: to add up all V in a row takes far longer."""
-    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # (B, n, BLOCK)
-    block, share = invert(blocks.sum(-1, dtype=torch.float64), uniforms.double())  # (B,) each
+    V = probs.shape[1]
+    if V % BLOCK:  # pad() would copy in any case
+        probs = F.pad(probs, (0, -V % BLOCK))
+    blocks = probs.unflatten(1, (-1, BLOCK))  # (B, n, BLOCK)
+    block, share = invert(blocks.sum(-1), uniforms.double())  # (B,) each
     own = blocks[torch.arange(len(block), device=block.device), block]  # (B, BLOCK)
     place, _ = invert(own, share)  # (B,)
-    return (block * BLOCK + place).clamp(max=probs.shape[1] - 1)  # probs of nan: sample() refuses
+    return (block * BLOCK + place).clamp(max=V - 1)  # probs of nan: sample() refuses
 
 
 def invert(weights, shares):

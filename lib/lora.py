@@ -14,11 +14,11 @@ import re
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from lib.files import check_folder, read_json
 from lib.hf import (TOKENIZER_FILES, check_tensor, copy_files, read_field, read_tensors,
                     same_values, save_tensors, write_json)
+from lib.products import linear, pack
 
 # what PEFT calls LoRA, too, but computes something else
 UNSUPPORTED = (
@@ -47,12 +47,12 @@ class Linear(nn.Linear):
         return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
 
     def forward(self, x):
-        y = super().forward(x)
+        y = linear(x, self.weight, self.bias)
         if self.lora_A is None:
             return y
         # they are float32, the product may be bfloat16
         A, B = self.lora_A.to(y.dtype), self.lora_B.to(y.dtype)
-        return torch.add(y, F.linear(F.linear(x, A), B), alpha=self.lora_scale)
+        return torch.add(y, linear(linear(x, A), B), alpha=self.lora_scale)
 
 
 def linears(model):
@@ -89,18 +89,22 @@ def freeze_base(model):
 @contextlib.contextmanager
 def ready_to_sample(model):
     """Inside this context linear layers hold their weights, and adapters, in the type of their
-    products: cast once for all tokens of a rollout. They are other parameters, without gradient:
-    nothing that knows the model's own (optimizer, DistributedDataParallel) sees the difference.
-    Costs a copy of what is not of that type: of a float32 model under bfloat16 autocast half its
-    size, which autocast would keep as well, of a bfloat16 model its adapter's half."""
+    products, on a CPU large ones packed: once for all tokens of a rollout. They are other
+    parameters, without gradient: nothing that knows the model's own (optimizer,
+    DistributedDataParallel) sees the difference. Costs a copy of what is not so already: on a CPU
+    of nearly all; else of a float32 model under bfloat16 autocast half its size, which autocast
+    would keep as well, of a bfloat16 model its adapter's half."""
     device, own = model.head_weight.device.type, []
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     try:
         for layer in linears(model).values():
             dtype = autocast or layer.weight.dtype
             for name, p in list(layer.named_parameters(recurse=False)):
-                if p.dtype != dtype:
-                    setattr(layer, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
+                ready = p.to(dtype)
+                if p.dim() == 2 and not model.compiled:
+                    ready = pack(ready)
+                if ready is not p:
+                    setattr(layer, name, nn.Parameter(ready.detach(), requires_grad=False))
                     own.append((layer, name, p))
         yield
     finally:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sample as sample_py
+from lib import products
 from lib.arithmetic import write_byte_tokenizer
 from lib.draws import invert
 from lib.hf import Config
@@ -142,6 +143,36 @@ def test_weights_that_are_ready_leave_no_trace(models):
         assert low == {name for name in own if autocast and "_proj." in name}
         after = dict(model.named_parameters())
         assert after.keys() == own.keys() and all(after[name] is own[name] for name in own)
+
+
+@pytest.mark.parametrize("dtype, atol", ((torch.float32, 1e-5), (torch.bfloat16, 0.1)))
+def test_packed_products(dtype, atol, monkeypatch):
+    """Those of the weight as it was, for rows of any layout and number. What is small, has no
+    values or a type that oneDNN does not know stays as it is."""
+    w, b = uniforms(40, 24, seed=1).to(dtype), uniforms(40, seed=2).to(dtype)
+    assert products.pack(w) is w
+    monkeypatch.setattr(products, "PACK_FROM", 0)
+    packed = products.pack(w)
+    assert packed.is_mkldnn
+    for x in (uniforms(3, 1, 24), uniforms(24, 300).t(), uniforms(0, 24)):
+        for bias in (torch.zeros(40).to(dtype), b):
+            want = torch.nn.functional.linear(x.double(), w.double(), bias.double())
+            torch.testing.assert_close(products.linear(x, packed, bias).double(), want,
+                                       atol=atol, rtol=0)
+    for other in (w.double(), w.half(), w.to("meta")):
+        assert products.pack(other) is other
+
+
+@pytest.mark.parametrize("name", ("lora", "qwen2_sharded"))
+def test_packed_weights_sample_the_same(models, name, monkeypatch):
+    def run(pack_from):
+        monkeypatch.setattr(products, "PACK_FROM", pack_from)
+        return sample(models[name], PROMPTS, 4, 12, eos_ids=EOS, noise=uniforms(3, 4, 12))
+
+    monkeypatch.setattr(products.F, "linear", None)
+    packed = run(0)  # all products
+    monkeypatch.undo()
+    same(packed, run(2**18))
 
 
 @pytest.mark.parametrize("autocast", (False, True), ids=("bfloat16 weights", "autocast"))

@@ -6,7 +6,7 @@ no GPU.
 
 A formula, within 20% of what torch allocates (tests/test_plan.py compares). Every prompt has
 max_prompt_tokens, every completion max_new_tokens. CUDA's context and the workspaces of its
-kernels come on top: 1 or 2 GB.
+kernels come on top: 1 or 2 GB; on a CPU, while it samples, a copy of the weights, packed.
 """
 import os
 
