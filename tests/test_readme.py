@@ -17,7 +17,7 @@ from gtpo import conflict_weights, group_advantages, token_weights
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [ROOT, ROOT / "lib", ROOT / "tools"]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (
-    ROOT / "README.md", ROOT / "experiments/README.md", *sorted(ROOT.glob("docs/*.md")))}
+    ROOT / "README.md", *sorted(ROOT.glob("experiments/*.md")), *sorted(ROOT.glob("docs/*.md")))}
 README = PAGES["README.md"]
 ELSEWHERE = {"config.toml", "gtpo/gtpo_training.py"}  # in a run's folder, in the authors' code
 

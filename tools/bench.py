@@ -38,8 +38,9 @@ from lib.lora import add_lora
 from lib.run import command, forward_dtype
 from logprobs import head_loss, head_loss_slow
 from model import GPT, attention
-from sample import Samples, pad, sample
-from train import Batch, Policy, TrainConfig, backward, cross_entropy, make_optimizer, update
+from sample import Samples, sample
+from train import (Policy, TrainConfig, backward, cross_entropy, make_batch, make_optimizer,
+                   update)
 
 # layers, width, MLP's width, heads, key heads, vocabulary
 SHAPES = {"S": (3, 128, 384, 4, 4, 300), "M": (8, 512, 1408, 8, 4, 8192),
@@ -146,10 +147,8 @@ def rollouts(size, o):
 
 def gradient(run, prompts, samples, weights):
     """The gradient of one rollout as train.py makes it; returns (loss, mismatch)."""
-    P, G, L = weights.shape
-    prompt_of = torch.arange(P, device=weights.device).repeat_interleave(G)
-    batch = Batch(*pad(prompts, weights.device), prompt_of, samples.ids.flatten(0, 1),
-                  samples.mask.flatten(0, 1))
+    P, G, _ = weights.shape
+    batch = make_batch(prompts, samples.ids.flatten(0, 1), samples.mask.flatten(0, 1))
     per_token = [weights.flatten(0, 1), samples.logps.flatten(0, 1)]            # (P*G, L)
     loss, logps = backward(run, batch, list(range(P * G)), policy_loss, per_token)
     return loss, (logps - per_token[1]).abs().mean().item()
