@@ -218,7 +218,8 @@ class Policy(torch.nn.Module):
 
 def backward(run, batch, rows, token_loss, per_token, temperature=1.0):
     """Adds the gradient of the loss of the completions `rows` to .grad, which then holds the sum
-    over all processes. per_token: tensors (N, L). Returns the loss of this process, and log-probs
+    over all processes (a sum, since the weights in per_token are divided by the size of the global
+    batch already). per_token: tensors (N, L). Returns the loss of this process, and log-probs
     (N, L), 0 elsewhere."""
     total, logps = 0.0, torch.zeros_like(batch.ids, dtype=torch.float32)  # (N, L)
     micro_batches = list(batch.micro_batches(rows, run.c.micro_tokens))
@@ -280,7 +281,7 @@ def update(run, lr, grad_clip, loss):
         run.bad_in_a_row += 1
         run.skipped_updates += 1
     run.optimizer.zero_grad(set_to_none=True)
-    return norm + 0 * loss  # nan if the loss is not finite
+    return norm if math.isfinite(loss) else math.nan
 
 
 # ---- the warm-up: supervised fine-tuning ---------------------------------------------------------
@@ -367,13 +368,13 @@ def rl_step(run):
     weights = token_weights(advantages - c.gamma * entropy, s.mask, used_lam, used_delta)
     weights = weights / c.prompts_per_step  # (P, G, L) a mean over the groups of all processes
 
-    # 5. the gradient of -J, equations (6) and (7), a sum over tokens; 6. the update
-    batch = make_batch(prompts, s.ids.flatten(0, 1), s.mask.flatten(0, 1))  # N = P * G completions
-    old_logps = s.logps.flatten(0, 1)  # (N, L) of pi_old, which sampled
-    per_token = [weights.flatten(0, 1), old_logps]  # (N, L) each, in the order of policy_loss
+    # 5. the gradient of -J, equations (6) and (7), a sum over the tokens of N = P * G completions
+    batch = make_batch(prompts, s.ids.flatten(0, 1), s.mask.flatten(0, 1))
+    weights, old_logps = weights.flatten(0, 1), s.logps.flatten(0, 1)  # (N, L); of pi_old
+    per_token = [weights, old_logps]  # as policy_loss takes them behind the log-probs
     # completions whose weights are all 0 are not run; but DDP waits for a gradient from every
     # process, so if none is left the first one is run all the same, for a gradient of 0
-    rows = per_token[0].any(-1).nonzero()[:, 0].tolist() or [0]
+    rows = weights.any(-1).nonzero()[:, 0].tolist() or [0]
     if run.reference is not None:  # the KL term counts on all completions
         rows = list(range(P * G))
         kl_weights = token_weights(torch.full_like(advantages, c.beta), s.mask) / c.prompts_per_step
@@ -385,15 +386,17 @@ def rl_step(run):
         if not losses:  # before the first update trainer and sampler should agree
             mismatch = (logps - old_logps)[rows][batch.mask[rows]].abs()  # (tokens,) nats
         losses.append(processes.total(loss))
+
+        # 6. one update, the same on all processes; none if something is not finite
         norm = update(run, lr, c.grad_clip, losses[-1])
 
-    # 7. what happened, means over all processes
-    row = {"phase": c.algo, **processes.means({
-               "reward": rewards, **parts, "accuracy": parts["accuracy"] > 0,
-               "format": parts["format"] >= 10, "entropy": entropy, "kept": delta,
-               "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1),
-               "tied": rewards.amax(1) == rewards.amin(1), "conflict": (lam != 1)[s.mask],
-               "mismatch": mismatch}),
+    # 7. what happened, means over all processes; of format and accuracy the share of those right
+    means = {"reward": rewards, **parts, "accuracy": parts["accuracy"] > 0,
+             "format": parts["format"] >= 10, "entropy": entropy, "kept": delta,
+             "truncated": ~s.finished, "completion_tokens": s.mask.sum(-1),
+             "tied": rewards.amax(1) == rewards.amin(1), "conflict": (lam != 1)[s.mask],
+             "mismatch": mismatch}
+    row = {"phase": c.algo, **processes.means(means),
            "initial_entropy": run.initial_entropy, "tokens": processes.total(s.mask.sum().item()),
            "loss": sum(losses) / len(losses), "grad_norm": norm, "lr": lr,
            "sample_seconds": sample_seconds}
@@ -415,17 +418,17 @@ def parallel(run):
     # DDP sorts its buckets anew after its first backward. With one at every start, a resumed run
     # adds up gradients in the same order as one that was never stopped.
     ids = torch.zeros(1, 2, dtype=torch.long, device=run.processes.device)
-    batch = make_batch([[0, 0]], ids, ids == 0)
+    batch = make_batch([[0, 0]], ids, torch.ones_like(ids, dtype=torch.bool))
     backward(run, batch, [0], lambda logps: 0 * logps.sum(), [])
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def loop(run, name, step, first, last):
+def loop(run, name, one_step, first, last):
     """Steps `first` to `last` of the run; one that was resumed goes on in the middle."""
     bar = run.bar(name, last - first, run.step - first)
     while run.step < last:
         began = time.time()
-        row = step(run)
+        row = one_step(run)
         end_step(run, row, began, bar)
     bar.close()
 
@@ -454,7 +457,7 @@ def main(argv):
                 loop(run, "SFT", sft_step, 0, c.sft_steps)
             if c.algo != "sft":
                 before_rl(run)
-                if run.step == c.sft_steps:
+                if run.step == c.sft_steps:  # RL begins with a new AdamW
                     run.optimizer = make_optimizer(run.model)
                 loop(run, c.algo.upper(), rl_step, c.sft_steps, run.last)
             finish(run)

@@ -105,8 +105,9 @@ def own_gpu():
     """The GPU of this process, of those of its node. ValueError if there is none."""
     count, place = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if place >= count:
+        what = f", or start torchrun with --nproc_per_node={count}" if count else ""
         raise ValueError(f"process {place} of this node has no GPU: PyTorch sees {count}; use "
-                         "--device=cpu, or start torchrun with --nproc_per_node=GPUS")
+                         f"--device=cpu{what}")
     torch.cuda.set_device(place)
     return torch.device("cuda", place)
 
@@ -140,9 +141,9 @@ class Processes:
 
     def means(self, tensors):
         """{name: tensor} -> {name: the mean of its numbers on all processes}."""
-        sums = self.total([x.sum().item() for x in tensors.values()])
-        counts = self.total([x.numel() for x in tensors.values()])
-        return {name: x / n for name, x, n in zip(tensors, sums, counts)}
+        sums = [x.sum().item() for x in tensors.values()]
+        totals = self.total(sums + [x.numel() for x in tensors.values()])
+        return {name: totals[i] / totals[len(sums) + i] for i, name in enumerate(tensors)}
 
     def gather(self, value):
         """The value (text, numbers, a dictionary) of every process, in the order of their ranks."""

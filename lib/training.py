@@ -126,6 +126,9 @@ def check_together(c, processes):
     if c.overwrite and c.resume != "no":
         raise ValueError("--overwrite deletes the run in the output folder and --resume goes on "
                          "with it: give one of the two")
+    if c.lora_rank and c.adapter:
+        raise ValueError(f"lora_rank={c.lora_rank} makes a new adapter, adapter={c.adapter} goes "
+                         "on with an old one: give one of the two")
     if c.updates_per_rollout > 1 and not c.epsilon:
         raise ValueError(f"updates_per_rollout={c.updates_per_rollout} needs a clipped ratio: give "
                          "an epsilon, such as 0.2")
@@ -212,12 +215,16 @@ def open_output(c, output):
     stands, resume = output.stands(), c.resume != "no"
     if "ckpt.pt" in stands and resume:
         return output.load(CHECKPOINT)
-    # a run that ended before its first checkpoint is started again
-    again = resume and "metrics.jsonl" in stands and not {"model", "adapter"} & set(stands)
-    if stands and not (again or c.overwrite):
-        raise ValueError(f"{c.out} already holds {', '.join(stands)}: --resume goes on where there "
-                         "is a ckpt.pt, --out=OTHER starts another run beside it, --overwrite "
-                         "deletes it")
+    # a run that ended before its first checkpoint
+    unborn = "metrics.jsonl" in stands and not {"ckpt.pt", "model", "adapter"} & set(stands)
+    if stands and not (unborn and resume or c.overwrite):
+        hint = "it has no ckpt.pt, so nothing can go on with it; "
+        if "ckpt.pt" in stands:
+            hint = "--resume goes on with it, "
+        elif unborn:
+            hint = "it has no ckpt.pt yet, --resume starts it again, "
+        raise ValueError(f"{c.out} already holds {', '.join(stands)}: {hint}--out=OTHER starts "
+                         "another run beside it, --overwrite deletes it")
     for name in ("model", "adapter", "data", "eval_data"):
         path = os.path.realpath(getattr(c, name)) + os.sep
         if getattr(c, name) and path.startswith(os.path.realpath(c.out) + os.sep):
@@ -241,7 +248,11 @@ def read_problems(c, say):
             say(f"{c.data}: {len(problems) - len(rest)} problems are left out of training, they "
                 "are those of the evaluation")
         return rest, test
-    return held_out(problems, c.eval_problems)  # the same split for every seed
+    rest, test = held_out(problems, c.eval_problems)  # the same split for every seed
+    if len(test) > len(rest):
+        say(f"{c.data}: {len(test)} problems are held out for evaluation and {len(rest)} stay to "
+            "train on; --eval_problems sets how many")
+    return rest, test
 
 
 def usable_demonstrations(c, tokenizer, prompts):
@@ -293,7 +304,11 @@ def restore(run, state):
         raise ValueError(f"{path}: beta={run.c.beta} needs the adapter as it was before RL, which "
                          "a run that began with beta=0 did not keep; start another: --out=OTHER")
     model.load_state_dict(state["model"], strict=False)  # it may hold an adapter alone
-    run.optimizer.load_state_dict(state["optimizer"])
+    try:
+        run.optimizer.load_state_dict(state["optimizer"])
+    except Exception as e:  # many kinds
+        raise ValueError(f"{path}: the optimizer's state does not fit this model "
+                         f"({type(e).__name__}: {str(e)[:200]})") from None
     for name in (*STATE, "reference"):
         setattr(run, name, state[name])
 
@@ -382,7 +397,7 @@ def stop_if_asked(run):
     stop = max(run.processes.gather(run.signals.received))
     if not stop:
         return
-    if run.optimizer:  # there is none in the last evaluation, before which all was saved
+    if run.optimizer is not None:  # it is gone in the last evaluation, before which all was saved
         save(run)
     run.say(f"stopped after step {run.step - 1}; the same command with --resume goes on")
     raise SystemExit(128 + stop)

@@ -146,7 +146,8 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_not_in_the_way(small, t
     assert re.search(why, text) and "Traceback" not in text
     *whole_lines, _ = (tmp_path / OUT / "metrics.jsonl").read_text().split("\n")
     assert 5 < len(list(map(json.loads, whole_lines))) < 20
-    refused(tmp_path, flags, "already holds heldout.jsonl, config.toml, metrics.jsonl")
+    refused(tmp_path, flags, "already holds heldout.jsonl, config.toml, metrics.jsonl: "
+            "it has no ckpt.pt yet, --resume starts it again")
     assert "no checkpoint: starting at step 0" in run(tmp_path, *flags, "--resume")
     assert [row["step"] for row in metrics(tmp_path / OUT)] == list(range(21))
 

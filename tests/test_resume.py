@@ -91,7 +91,8 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
     cwd, flags, _ = done
     shutil.copytree(cwd / OUT, tmp_path / "run")
     os.rename(tmp_path / "run/ckpt.pt", tmp_path / "ckpt.pt")
-    refused(tmp_path, [*flags, "--out=run", "--resume"], "run already holds model, ", "--overwrite")
+    refused(tmp_path, [*flags, "--out=run", "--resume"], "run already holds model, ",
+            "it has no ckpt.pt, so nothing can go on with it", "--overwrite")
     os.rename(tmp_path / "ckpt.pt", tmp_path / "run/ckpt.pt")
     os.remove(tmp_path / "run/config.toml")
     refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"], "run/config.toml is gone")

@@ -36,7 +36,7 @@ RL = ["--sft_steps=0", "--eval_problems=0"]
     (dict(steps=2**40), "steps"), (dict(updates_per_rollout=2), "needs a clipped ratio"),
     (dict(sft_steps=0, steps=0), "nothing to do"), (dict(algo="sft", sft_steps=0), "nothing to do"),
     (dict(overwrite=True, resume="yes"), "give one of the two"), (dict(compile="1"), "compile"),
-    (dict(resume="maybe"), "resume"),
+    (dict(lora_rank=2, adapter="x"), "give one of the two"), (dict(resume="maybe"), "resume"),
     (dict(template_variables={"self": 1}), "'self' cannot be set"),
     (dict(question_field="q"), "question_field and .* a file, and arithmetic is none"),
     (dict(prompts_per_step=3), "prompts_per_step=3 .* 2 processes"),
@@ -113,8 +113,7 @@ def test_the_screen_says_what_is_done(demo):
 
 @pytest.mark.parametrize("flags, says", [
     ("", f"{OUT} already holds ckpt.pt, model, sft, heldout.jsonl, config.toml, metrics.jsonl: "
-     "--resume goes on where there is a ckpt.pt, --out=OTHER starts another run beside it, "
-     "--overwrite deletes it"),
+     "--resume goes on with it, --out=OTHER starts another run beside it, --overwrite deletes it"),
     ("--overwrite --model=/nowhere", "/nowhere"), ("--overwrite --adapter=/none", "/none"),
     ("--overwrite --data=gsm9k", "gsm8k"), ("--overwrite --max_new_tokens=5000", "positions"),
     ("--overwrite --prompts_per_step=50", "13 usable prompts (0 longer than"),
