@@ -93,11 +93,6 @@ COMMANDS = {
     **dict.fromkeys("textbf textit textrm textnormal texttt textsf mathrm mathbf mathit mathsf "
                     "mbox operatorname".split(), "\\text")}
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# what may stand before `=`: x, x_{1}, f(x), AB, area, \theta, (x,y), AB/CD
-NAME = (r"(?:(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,}"
-        r"|m?\\(?!sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac)[a-zA-Z]+)(?:_\{?\w+\}?)?'*"
-        r"(?:\([\w,]*\))?|\([A-Za-z,]+\)|[A-Z]{2}[/:][A-Z]{2}|\\overline\{[A-Z]{2}\}"
-        r"|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\})")
 # short units that may follow a number at once, as in 5cm; those that need a blank before them;
 # what may follow a slash
 GLUED = set("""L cm mm km kg mg ml mL ft in yd mi lb lbs oz hr hrs mph kph kmh sq gm st nd rd th
@@ -143,7 +138,8 @@ def drop_unit(m, taken):
     return "" if unit else m[0]
 
 
-# The rules go in this order; white space has become single blanks.
+# The rules go in this order; white space has become single blanks. ‹cm› is a \text{cm} on its way;
+# «half› is one that drop_unit keeps, and its « stays: 5 \text{half} is not the product 5half.
 RULES = (
     (r"</?answer>", ""),
     (r"^[ *`\"#]+|[ *`\"]+$", ""),  # **5** -> 5
@@ -177,8 +173,6 @@ RULES = (
     (r"^[^(\[⦃{][^(\[⦃]*$", lambda m: THOUSANDS.sub(lambda n: n[0].replace(",", ""), m[0])),
     # no blanks, except between two digits
     (r" +", " "), (r"(?<![0-9.]) | (?![0-9.])", ""),
-    # x≈5 -> x=5, x=1/3≈0.33 -> x=1/3: the exact value counts
-    (rf"(^|[,;∨])({NAME})?≈", r"\1\2="), (r"≈[^,;∨)\]⦄}]*|^=", ""),
     (r"(?<![\w.])([0-9.]+)[eE]([+-]?[0-9]+)(?![\w.])", r"\1*10^{\2}"),  # 5e3
     (r"(?<=[0-9A-Za-zπ)}])\*(?=[A-Za-zπ(]|\\(?!frac))", ""),  # 2*x -> 2x
     (r"-\(-([0-9.]+)\)", r"+\1"),  # - (-1) -> +1
@@ -265,12 +259,17 @@ def braced(text):
 # name: what stands before `=`, else "". children: trees; of a sum its terms, (text, Fraction) each
 Tree = namedtuple("Tree", "name kind children")
 
+# what may stand before `=`: x, x_{1}, f(x), AB, area, \theta, (x,y), AB/CD
+NAME = (r"(?:(?:[A-Za-z]|[A-Z]{2,3}|[A-Za-z]{4,}"
+        r"|m?\\(?!sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac)[a-zA-Z]+)(?:_\{\w+\})?'*"
+        r"(?:\([\w,]*\))?|\([A-Za-z,]+\)|[A-Z]{2}[/:][A-Z]{2}|\\overline\{[A-Z]{2}\}"
+        r"|\\frac\{[A-Z]{2}\}\{[A-Z]{2}\})")
 DIGITS = r"[0-9]+\.?[0-9]*|\.[0-9]+"
 NUMBER = re.compile(rf"(?:({DIGITS})\*)?10\^\{{([+-]?[0-9]+)\}}|({DIGITS})")
 # no rule for terms in these: compared as text
 OPAQUE = re.compile(r"[|±∓¶&]|\\(?:begin|[lr]floor|[lr]ceil|sum|int|lim|p?mod)(?![a-zA-Z])")
 # a number before this multiplies it; not so in 2^{9}, 101_{2}, 5!, 1:2
-MULTIPLE = re.compile(r"[A-Za-zπ∞(]|\\(?!frac)")
+MULTIPLE = re.compile(r"[A-Za-z«π∞(]|\\(?!frac)")
 FACTOR = r"(?:\\sqrt(?:\[[^\[\]]*\])?\{[^{}]*\}|[a-zA-Zπ](?:\^\{[^{}]*\})?)"
 GROUP = r"(?:\(([^(),;]*)\)(\^\{[^{}]*\})?)"
 
@@ -321,6 +320,12 @@ def parse(s, depth=0):
         if "∨" in found and all(same(items[0], item) for item in items[1:]):  # x+1 or 1+x
             return items[0]
         return listed("or" if "∨" in found else "list", items)
+    exact, *rounded = split(s, "≈")[0]
+    if rounded and not re.fullmatch(f"({NAME})?", exact):  # x=1/3≈0.33: the exact value counts
+        s = exact
+    elif rounded and rounded[0]:  # x≈5 is x=5
+        s = f"{exact}={rounded[0]}"
+    s = s.removeprefix("=") or s  # =5 is 5
     parts, found = split(s, "=<>≤≥≠∈")
     if found:
         return relation(parts, found, depth + 1) if all(parts) else leaf(s)
@@ -454,7 +459,7 @@ def term(s, depth):
         bracket = m[1][0] == "(" and closing(m[1]) == len(m[1]) - 1
         s = f"\\frac{{{m[1][1:-1] if bracket else m[1]}}}{{{m[2]}}}"
     c, rest = number(s)
-    if not rest:
+    if not rest:  # 3, 0.5, 5*10^{3}
         return [("", c)]
     k = Fraction(1) if c is None else c
     m = re.fullmatch(r" ([0-9]{1,99}/[0-9]{1,99})|(\\frac.*)", rest)
@@ -463,17 +468,18 @@ def term(s, depth):
         return [("", c + part)]
     top, bottom, tail = fraction(rest, depth)
     d = value(bottom, depth) if top else None
-    number_on_top = top and len(top) == 1 and top[0][0] == ""
-    if d and not tail and (c is None or not number_on_top):  # \frac{1+\sqrt{5}}{2}
+    if d and len(top) == 1 and top[0][0] == "":
+        if c is not None or tail and not MULTIPLE.match(tail):  # 3\frac{5}{4}, \frac{3}{4}^{2}
+            return [(arguments(s, depth), Fraction(1))]
+        return [(factors(tail, depth), top[0][1] / d)]  # \frac{3}{4}, \frac{3}{4}π
+    if d and not tail:  # \frac{1+\sqrt{5}}{2}, 3\frac{x}{2}
         return [(text, k * a / d) for text, a in top]
-    if d and number_on_top and c is None and MULTIPLE.match(tail):  # \frac{3}{4}π
-        return [(factors(tail, depth), top[0][1] / d)]
-    if top and not d and not tail and len(top) == 1:  # \frac{-2x}{y}
+    if top and not tail and len(top) == 1:  # \frac{-2x}{y}, 3\frac{1}{y}
         text, a = top[0]
         return [(factors(f"\\frac{{{text or 1}}}{{{bottom}}}", depth), k * a)]
-    if c is None or MULTIPLE.match(rest) or top and not (d and number_on_top):
+    if c is None or top or MULTIPLE.match(rest):  # x, \frac{1+x}{y}z, 3x, 3\sqrt{2}
         return [(factors(rest, depth), k)]
-    return [(arguments(s, depth), Fraction(1))]
+    return [(arguments(s, depth), Fraction(1))]  # 5!, 2^{9}, 101_{2}
 
 
 def fraction(s, depth):

@@ -51,7 +51,7 @@ def test_placeholders_equal_nothing(text):
 
 @pytest.mark.parametrize("text", [
     "no solution", r"\text{neither}", r"\text{empty}", r"\infty", r"\emptyset", r"\pi", "0", "na",
-    r"n\cdot a", ">", "DNE", "1/0.5", "none of these", "seed", "x" * 2000])
+    r"n\cdot a", ">", "=", "=≠", "DNE", "1/0.5", "none of these", "seed", "x" * 2000])
 def test_answers_that_look_like_placeholders(text):
     assert not is_placeholder(text) and equal(text, text)
 
@@ -85,7 +85,10 @@ $2,125 and $3,000 , 5 ; 2125, 3000, 5 ; 2,125, 3,000 and 5
 5 ; \angle ABC = 5^\circ ; m\angle ABC = 5 ; \overline{AB} = 5 ; AB/CD = 5 ; \frac{AB}{CD} = 5
 5 ; x=5 ; 5 = x ; \theta = 5 ; x_1 = 5 ; f(2) = 5 ; P(A) = 5 ; AB = 5 ; \text{Area} = 5
 5 ; x \approx 5 ; \approx 5 ; = 5 ; x = 2 + 3 = 5 ; |2-7| = 5
-x = 1/3 \approx 0.33 ; 1/3
+x = 1/3 \approx 0.33 ; 1/3 ; \frac{1}{3} \approx 3.3\times10^{-1} ; {x \approx \frac13}
+5 ; 5 \approx \frac{10}{2} ; 5≈ (1,2) ; x \approx 5 \approx 4.9 ; (= 5)
+10 ; 10 \approx \sqrt{99}
+\{1,3\} ; \{1 \approx 0.9, 3 \approx \frac{31}{10}\}
 2x+3 ; y = 2x + 3 ; 3+2x ; 3 + 2\cdot x ; 2*x + 3 ; f(x) = 2x+3
 x^{10} ; x^10
 \frac{x+1}{2} ; \frac12 x + \frac12 ; (x+1)/2 ; 0.5x + 0.5 ; \frac{1+x}{2}
@@ -118,10 +121,12 @@ x \leq 5 ; x<=5 ; x ≤ 5 ; 5 >= x ; 5 \geqslant x ; 2x \le 10
 x \neq 3 ; x != 3
 x^2+y^2=13 ; 13 = y^2+x^2 ; x^2 + y^2 - 13 = 0 ; -x^2-y^2+13=0 ; \frac{x^2}{13}+\frac{y^2}{13}=1
 Even ; \text{even} ; EVEN
+9\text{ a.m.} ; 9.0\text{ a.m.}
 \text{1:03 PM} ; 1:03 p.m. ; 1:03pm ; $1:03$ P.M.
 1011_2 ; 1011_{2}
 \emptyset ; \varnothing ; ∅
--2\pi ; -2*pi ; -2pi ; -\frac{6}{3} \pi
+-2\pi ; -2*pi ; -2pi ; -\frac{6}{3} \pi ; -2\pi \approx -2(3.14)
+\pi ; \pi \approx \frac{22}{7}
 18 ; 18 g ; 18 m/s ; 18 m/s^2 ; 18 g/mL ; 18 m² ; 18 °C ; 18°F ; 18 l. ; 18L ; 18 min ; x = 18 g
 18 ; $18/day ; \$18 / hour ; \$18/\text{day} ; $18 per day ; 18 dollars/day
 18 ; 18 USD ; 18USD ; eur 18 ; US$18 ; CAD $18 ; Rs. 18 ; ₹18 ; \text{USD}~18
@@ -179,6 +184,8 @@ f(x+1)(x-1) ; f(x-1)(x+1)
 \sqrt[3]{8} ; \sqrt{8} ; 2
 CBAD ; ABCD ; CBA
 9 a.m. ; 9 p.m. ; 9
+x^ ; x^≈3 ; x^{≈3 ; x^=3
+5 ; 4 \approx 5 ; 2+3 \approx 5 ; 5 = \approx 3 ; (5≈3 ; \frac{5≈3}{1}
 E ; e ; 2E ; \text{E}\text{meters}
 18 ; 18/7 ; 18g ; 18m ; 18 x ; 18 i ; 18 M ; 18k ; 18 mil ; 18 s^2 ; 18 g/x ; 18 g h
 18 ; 18/x ; 18/h ; 18/abc ; 18/dozen ; 18/\text{x} ; 18/pi ; 18 pi ; #### 19 ; 18 m + 2
