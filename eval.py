@@ -86,7 +86,8 @@ def verdict(completion, gold):
 
 
 def row_of(problem, index, sample, prompt, completion, tokens, finish):
-    """finish: "stop", "length" (cut off) or "skipped" (prompt too long)."""
+    """The row of one graded completion of problem `index`. prompt: as the model read it, or None;
+    tokens: how many it has; finish: "stop", "length" (cut off) or "skipped" (prompt too long)."""
     return {"index": index, "sample": sample, "question": problem.question, "gold": problem.answer,
             "level": problem.level, "subject": problem.subject, "prompt": prompt,
             "completion": completion, **verdict(completion, problem.answer), "tokens": tokens,
@@ -154,7 +155,8 @@ def evaluate(model, tokenizer, problems, processes, c, after_each=lambda: None):
     problems and skipped (counts), pass@K and maj@K for each K of c.k, SHARES, seconds.
     after_each() is called after each problem, by all processes. The model's mode and all global
     random states stay as they were."""
-    start, training, found, ks = time.time(), model.training, {}, ks_of(c.k, c.n)
+    start, training, ks = time.time(), model.training, ks_of(c.k, c.n)
+    found = {}  # {index: figures of that problem}
     model.eval()
     try:
         for rows in sample_problems(model, tokenizer, problems, processes, c):
@@ -182,13 +184,17 @@ def read_results(path):
     names any other line that is not ours."""
     header, *rows = read_jsonl(path) or [{}]
     try:
-        n = {name: spec["n"] for name, spec in header["settings"]["data"].items()}
+        sets = header["settings"]["data"]
+        n = {name: spec["n"] for name, spec in sets.items()}
+        counts = [*n.values(), *(spec["problems"] for spec in sets.values())]
+        ours = all(isinstance(count, int) for count in counts)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}:1: not the settings of an evaluation; take another "
-                         "file") from None
+        ours = False
+    if not ours:
+        raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
     found = {name: {} for name in sorted(n)}
     for number, row in enumerate(rows, 2):
-        ours = all(isinstance(row.get(name), kind) for name, kind in ROW.items())
+        ours = all(name in row and isinstance(row[name], kind) for name, kind in ROW.items())
         if not ours or row["data"] not in n:
             raise ValueError(f"{path}:{number}: not a completion of {', '.join(n)}; mend or "
                              "remove the line, or take another file")
@@ -199,6 +205,7 @@ def read_results(path):
 
 
 def rows_in(found):
+    """All rows of what read_results found: {data set: {index: rows of that problem}}."""
     return [row for groups in found.values() for rows in groups.values() for row in rows]
 
 
@@ -235,7 +242,8 @@ def figure(problems, name):
 
 
 def print_tables(header, found, k):
-    """The figures of each data set, of the problems that are found there. k: as in --k"""
+    """The figures of each data set, of the problems found: {data set: {index: rows}}. k: as in
+    --k"""
     for name, spec in header["settings"]["data"].items():
         groups = list(found[name].values())
         print(f"\n{name}: {len(groups)} of {spec['problems']} problems, {spec['n']} completions "

@@ -154,6 +154,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder, adapter=None):
+        """The tokenizer of a model's folder, or of its adapter's, as __init__ says."""
         return cls(folder, adapter)
 
     def __init__(self, folder, adapter=None):
@@ -268,11 +269,14 @@ class Tokenizer:
     def _plain(self, text):
         """Ids of text in which nothing is a control token."""
         text = self._normalize(text)
-        text.encode()  # a lone surrogate is no character: a ValueError; tiktoken would replace it
         try:
+            text.encode()  # tiktoken would replace a lone surrogate
             found = pieces(text, self._cuts) if self._cuts else [text]
             ranks = {piece: self.encoding.encode_ordinary(piece) for piece in set(found)}
             ids = [self._ids[rank] for piece in found for rank in ranks[piece]]
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text has a lone surrogate {text[error.start]!r} at position "
+                             f"{error.start}: not a character") from None
         except BaseException as error:
             # tiktoken's regex engine panics, which is no Exception, at a million spaces
             if type(error).__name__ != "PanicException":

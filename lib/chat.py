@@ -163,11 +163,11 @@ def hide_text(render, messages, tokens):
     back = str.maketrans({p: chr(c) for c, p in hidden.items()}
                          | {mark: "" for both in marks.values() for mark in both})
 
-    def attempt(texts):
+    def attempt(trial):
         """The chat with these texts in the messages, None when something else changed, too."""
-        texts = iter(texts)
+        parts = iter(trial)
         try:
-            text = render(map_text(messages, lambda s: next(texts)))
+            text = render(map_text(messages, lambda s: next(parts)))
         except ValueError:
             return None
         text = marked.sub(lambda m: m[0].translate(hidden), text)

@@ -65,16 +65,17 @@ class Config:
         refuse_unsupported(self, where)
 
 
-def read_field(raw, where, name, kind, default=None):
-    """raw[name] of type `kind`, numbers positive; missing or null: the default."""
+def read_field(raw, where, name, kind, default=None, positive=True):
+    """raw[name] of type `kind`, a number finite and, unless told otherwise, positive; missing or
+    null: the default."""
     value = default if raw.get(name) is None else raw[name]
     if value is None:
         raise ValueError(f"{where}: field {name!r} is missing")
-    number = kind in (int, float)
+    number, least = kind in (int, float), 0 if positive else -2**63
     right = type(value) is kind or kind is float and type(value) is int
-    if not right or number and not 0 < value < 2**63:
-        raise ValueError(f"{where}: field {name!r} should be a {'positive ' * number}"
-                         f"{kind.__name__}, found {value!r}")
+    if not right or number and not least < value < 2**63:
+        raise ValueError(f"{where}: field {name!r} should be a "
+                         f"{'positive ' * (number and positive)}{kind.__name__}, found {value!r}")
     return value
 
 
@@ -95,7 +96,8 @@ def refuse_unsupported(c, where):
     layer_types = read_field(c.raw, where, "layer_types", list, [])
     slides = any(layer_type != "full_attention" for layer_type in layer_types)
     if not layer_types and c.raw.get("use_sliding_window"):
-        slides = read_field(c.raw, where, "max_window_layers", int, 28) < c.num_hidden_layers
+        full = read_field(c.raw, where, "max_window_layers", int, 28, positive=False)
+        slides = full < c.num_hidden_layers  # those behind the first `full` layers, maybe all
     if slides or c.model_type == "mistral":
         raise ValueError(f"{where}: sliding-window attention is not supported (sliding_window "
                          f"{window!r}, layer_types {layer_types!r}); set sliding_window to null if "

@@ -25,6 +25,7 @@ UNSUPPORTED = (
     "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "kasa_config", "layer_replication",
     "lora_bias", "monteclora_config", "target_parameters", "trainable_token_indices",
     "use_bdlora", "use_dora", "use_qalora", "velora_config")
+LAYERS = r"(.*\.)?({})$"  # that a pattern means, by name
 
 
 class Linear(nn.Linear):
@@ -191,17 +192,22 @@ def read_adapter_config(folder):
                          + "".join(f", {key} {c[key]!r}" for key in unsupported)
                          + "); merge it into its base with PEFT first: merge_and_unload()")
     read_field(c, where, "r", int)
-    read_field(c, where, "lora_alpha", float)
-    for key in ("rank_pattern", "alpha_pattern"):
+    read_field(c, where, "lora_alpha", float, positive=False)
+    for key, kind in (("rank_pattern", int), ("alpha_pattern", float)):
         for pattern in read_field(c, where, key, dict, {}):
-            read_field(c[key], where, pattern, float)
+            read_field(c[key], f"{where}: {key}", pattern, kind, positive=kind is int)
+            try:
+                re.compile(LAYERS.format(pattern))
+            except (re.error, OverflowError) as e:
+                raise ValueError(f"{where}: {key}: {pattern!r} is no regular expression ({e}); "
+                                 "mend it") from None
     return c
 
 
 def by_pattern(config, key, target, default):
     """The value of the first pattern that is the end of the layer's name, as PEFT reads them."""
     for pattern, value in (config.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", target):
+        if re.match(LAYERS.format(pattern), target):
             return value
     return default
 

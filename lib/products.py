@@ -1,4 +1,9 @@
-"""Products of few rows with weights that stay: a CPU reads them once in another order, packed."""
+"""
+Linear layers whose weights oneDNN has prepacked, for sampling on a CPU.
+
+Both ops of torch.ops.mkldnn are private ones of torch: can_pack() tries them. `is_mkldnn` marks a
+prepacked weight.
+"""
 import torch
 import torch.nn.functional as F
 
@@ -6,7 +11,8 @@ PACK_FROM = 2**18  # numbers; with fewer the call itself takes longer than what 
 
 
 def linear(x, weight, bias=None):
-    """x W^T + b, as F.linear; of a packed weight, in its type and without gradient."""
+    """x W^T + b, as F.linear, (N, in) -> (N, out); of a packed weight, in its type and without
+    gradient."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, "none", [], "")
@@ -26,7 +32,7 @@ def can_pack(dtype):
     ones = torch.ones(16, 16, dtype=dtype)
     try:
         return torch.equal(linear(ones, torch.ops.mkldnn._reorder_linear_weight(ones)), ones * 16)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):
         return False
 
 

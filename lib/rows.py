@@ -10,7 +10,8 @@ known; capitals do not count, and a.b is b in a:
     question   the first of QUESTIONS that holds something: text, or messages (role and content;
                from and value), which are then the prompt as they are; text gets the row's CHOICES
     answer     the first of ANSWERS: the gold answer alone, or a worked text; else a worked text in
-               the first of SOLUTIONS (`assistant` is that turn at the end of the messages)
+               the first of SOLUTIONS (`assistant` is that turn at the end of the messages;
+               TRL's `completion` may be that message alone)
     worked     the gold answer of a worked text is its last \boxed{...}, or what stands behind its
                last `####`, or behind `The answer is` in its last sentence
 """
@@ -121,13 +122,14 @@ def read_problem(row, question_field="", answer_field=""):
                 subject=subject if isinstance(subject, str) else None)
 
 
-def _columns(row):
-    """A row by its columns' names in small letters, and by a.b for b in a."""
+def _columns(row, deep=8):
+    """A row by its columns' names in small letters, and by a.b for b in a, so many dots deep."""
     columns = {}
     for name, value in row.items():
         columns[name.lower()] = _cell(value)
-        if isinstance(value, dict):
-            columns |= {f"{name.lower()}.{key}": cell for key, cell in _columns(value).items()}
+        if isinstance(value, dict) and deep:
+            inside = _columns(value, deep - 1)
+            columns |= {f"{name.lower()}.{key}": cell for key, cell in inside.items()}
     return columns
 
 
@@ -157,7 +159,11 @@ def _find(row, names, what=""):
 
 
 def _text(name, value):
-    """A cell's text, or number as text, without the thought that may stand before it."""
+    """A cell's text, number as text, or assistant's turn, without the thought that may stand before
+    it."""
+    match value:
+        case [{"role": "assistant", "content": content}]:
+            value = content
     if type(value) in (int, float):
         return str(value)
     if not isinstance(value, str):
@@ -185,7 +191,7 @@ def _question(row, names):
                          f"not {turns!r:.60}; {RECORDS}")
     if turns[-1]["role"] == "assistant":
         *turns, reply = turns
-        row["assistant"] = reply["content"]
+        row["assistant"] = _cell(reply["content"])
     if not turns or turns[-1]["role"] != "user":
         raise ValueError(f'the messages of "{name}" must end in a user turn')
     return turns[-1]["content"], turns

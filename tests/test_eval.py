@@ -357,12 +357,16 @@ def test_command_refuses_a_file_of_other_settings(command):
     (b'"sample": 1', b'"simple": 1', ":3: not a completion"),
     (b'{"data": "p', b'{"data": "q', ":2: not a completion of p.jsonl"),
     (b'"settings"', b'"settings": null, "x"', ":1: not the settings"),
-    (b'"n": 4, ', b"", ":1: not the settings"),
+    (b'"n": 4, ', b"", ":1: not the settings"), (b'"n": 4', b'"n": "4"', ":1: not the settings"),
+    (b'"problems": ', b'"x": ', ":1: not the settings"),
+    (b'"problems": 1', b'"problems": null', ":1: not the settings"),
+    (b'"answer": ', b'"x": ', ":2: not a completion"),
     (b'{"data": "p.jsonl"', b'{"data": ["p.jsonl"]', ":2: not a completion"),
     (b'"index": 0', b'"index": null', ":2: not a completion"),
     (b'"level": 1', b'"level": [1]', ":2: not a completion")])
 def test_a_file_that_is_not_ours_stays_as_it_is(command, old, new, says):
-    """Regression: values of other types ended in a traceback."""
+    """Regression: values of other types and missing ones ended in a traceback, and a number that is
+    text in no rows at all."""
     command("--limit=1")
     content = FILE.read_bytes().replace(old, new, 1) if old else new
     assert content != FILE.read_bytes()

@@ -98,6 +98,8 @@ def test_what_a_config_may_leave_out():
     (dict(model_type="mistral", sliding_window="null"), "sliding_window 'null'"),
     (dict(model_type="qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=1),
      "sliding_window 128"),
+    (dict(model_type="qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=0),
+     "sliding-window attention"),  # of all layers
     (dict(model_type="qwen3", sliding_window=128, layer_types=["full_attention", "sliding"]),
      "sliding-window attention"),
     (dict(model_type="qwen3", sliding_window=128, layer_types=5),

@@ -3,15 +3,18 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lib import products
 from lib.chat import read_template
-from lib.lora import adapter_as, add_lora, linears, save_adapter
+from lib.lora import adapter_as, add_lora, linears, ready_to_sample, save_adapter
 from model import GPT
+from tools.plan import Plan
 
 HF = Path(__file__).parent / "fixtures" / "hf"
 BASE, ADAPTER = HF / "qwen2_tied", HF / "lora_qwen2"
@@ -116,6 +119,27 @@ def test_a_new_adapter_changes_nothing_and_trains_alone():
         add_lora(model, 3)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("rank", (0, 4))
+def test_the_plan_counts_what_the_sampler_copies_on_a_cpu(rank, dtype, monkeypatch):
+    monkeypatch.setattr(products, "PACK_FROM", 64 * 64)  # of the model's matrices some are smaller
+    bf16 = dtype == "bfloat16"
+    model = GPT.from_pretrained(BASE, dtype=getattr(torch, dtype if rank else "float32"))
+    if rank:
+        add_lora(model, rank)
+    own = {id(p) for p in model.parameters()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16), ready_to_sample(model):
+        copied = [p for p in model.parameters() if id(p) not in own and p.dim() == 2]
+        assert any(p.is_mkldnn for p in copied) == bool(products.PACKED_TYPES)
+        size = sum(p.numel() * p.element_size() for p in copied)
+    plan = Plan(SimpleNamespace(
+        model="", dtype=dtype, device="cpu", adapter="", lora_rank=rank, checkpointing=False,
+        beta=0.0, prompts_per_step=1, group_size=2, max_prompt_tokens=8, max_new_tokens=8,
+        micro_tokens=100, eval_samples=1), model.config)
+    head = 4 * model.head_weight.numel() * (plan.h == plan.r)
+    assert plan.copies + plan.packed == size + head
+
+
 def test_a_reference_comes_to_the_models_device():
     """Regression: after a resume the reference stayed on the CPU, and a run on a GPU ended."""
     model = GPT.from_pretrained(BASE, adapter=ADAPTER)
@@ -178,6 +202,8 @@ VARIANTS = {
     "few targets, bfloat16": (
         {name: t.bfloat16() if "q_proj" in name else None for name, t in TENSORS.items()},
         dict(target_modules=["self_attn.q_proj"], lora_alpha=2), {"": 2 / 4}),
+    # PEFT takes any number
+    "signs": ({}, dict(lora_alpha=0, alpha_pattern={"q_proj": -2.0}), {"q_proj": -2 / 4, "": 0}),
     "a regular expression": (without("layers.0"), dict(target_modules=r".*\.1\..*"), {"": 8 / 4}),
     # a pattern is the name's end, not its middle
     "alpha by pattern": ({}, dict(alpha_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_.*": 6,
@@ -243,9 +269,16 @@ ONES = torch.ones(4, 64)
     ({}, dict(bias="all"), "bias 'all'"),
     ({}, dict(peft_type="IA3"), "peft_type 'IA3'"),
     ({}, dict(r=True), "adapter_config.json: field 'r' should be a positive int, found True"),
-    ({}, dict(lora_alpha="8"), "'lora_alpha' should be a positive float, found '8'"),
+    ({}, dict(lora_alpha="8"), "'lora_alpha' should be a float, found '8'"),
+    ({}, dict(lora_alpha=float("nan")), "'lora_alpha' should be a float, found nan"),
     ({}, dict(rank_pattern=[4]), r"'rank_pattern' should be a dict, found \[4\]"),
-    ({}, dict(alpha_pattern={"q_proj": "2"}), "'q_proj' should be a positive float, found '2'"),
+    ({}, dict(alpha_pattern={"q_proj": "2"}),
+     "adapter_config.json: alpha_pattern: field 'q_proj' should be a float, found '2'"),
+    ({}, dict(rank_pattern={"q_proj": 0}),
+     "rank_pattern: field 'q_proj' should be a positive int, found 0"),
+    ({}, dict(rank_pattern={"q(": 4}),
+     r"adapter_config.json: rank_pattern: 'q\(' is no regular expression \(.*; mend it"),
+    ({}, dict(alpha_pattern={"a{4294967296}": 4}), r"'a\{4294967296}' is no regular expression"),
 ))
 def test_bad_adapters_are_refused(changed, fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):

@@ -82,7 +82,11 @@ def test_a_line_ends_with_the_shortest_seed():
 
 @pytest.mark.parametrize("text, says", [
     (None, "no such run"), ("", "no RL step"), ('{"step": 0\n', "metrics.jsonl:1: not a JSON"),
-    ('{"step": 0, "phase": "sft"}\n{"a": 1}\n', "metrics.jsonl:2: not .* with step, phase")])
+    ('{"step": 0, "phase": "sft"}\n{"a": 1}\n', "metrics.jsonl:2: not .* with step, phase"),
+    *(('{"step": 0, "phase": "sft"}\n{"step": 1, "phase": "gtpo", "reward": %s}\n' % value,
+       "metrics.jsonl:2: reward is .*, not a number; mend or remove the line")
+      for value in ('"high"', "[1]", "{}")),
+    ('{"step": 0, "phase": "eval", "pass@1": "x"}\n', "metrics.jsonl:1: pass@1 is 'x', not a")])
 def test_bad_runs_get_a_message(tmp_path, text, says):
     folder = tmp_path / "a"
     if text is not None:

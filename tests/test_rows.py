@@ -59,6 +59,11 @@ USER = [{"role": "user", "content": "q"}]
 SYSTEM = {"role": "system", "content": "Use <answer>."}
 
 
+def nested(depth):
+    """An object in an object in ..."""
+    return json.loads('{"a": ' * depth + "1" + "}" * depth)
+
+
 @pytest.mark.parametrize("row, answer, solution", [
     # GSM8K: gold after the last `####`, comma and sign kept; calculator marks leak nowhere
     ({"question": "q", "answer": "4*300 = <<4*300=1200>>1,200 pens.\n#### 1,200"}, "1,200",
@@ -88,6 +93,11 @@ SYSTEM = {"role": "system", "content": "Use <answer>."}
     ({"question": "q", "final_answer": "$5$", "solution": "so x"}, "$5$", "so x"),
     ({"problem": "q", "expected_answer": "2", "ground_truth": "3"}, "2", ""),
     ({"question": None, "problem": ["q"], "answer": "2"}, "2", ""),
+    # TRL's completion as a conversation
+    ({"prompt": "q", "completion": [{"role": "assistant", "content": "so \\boxed{5}"}]}, "5",
+     "so \\boxed{5}"),
+    # deep columns that say nothing
+    ({"question": "q", "answer": "5", "x": nested(500)}, "5", ""),
     # a thought before the solution is none of it
     ({"problem": "q", "solution": "<think>\\boxed{4}?</think>\n\nIt is \\boxed{5}."}, "5",
      "It is \\boxed{5}."),
@@ -103,6 +113,9 @@ def test_columns_of_other_layouts(tmp_path, row, answer, solution):
     ({"messages": [SYSTEM, *USER, {"role": "assistant", "content": "so \\boxed{5}"}]},
      [SYSTEM, *USER], "so \\boxed{5}"),
     ({"messages": USER, "answer": 5}, USER, ""),
+    # an empty turn is no solution
+    ({"messages": [*USER, {"role": "assistant", "content": ""}], "answer": "The answer is: 5"},
+     USER, "The answer is: 5"),
     # ShareGPT
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "\\boxed{5}"}]},
      USER, "\\boxed{5}"),
@@ -300,6 +313,8 @@ def test_broken_rows_are_refused(tmp_path, line, says):
     ({"answer": "<answer>1</answer>"}, "answer or solution holds a tag"),
     ({"answer": "1", "solution": "<think>a"}, "answer or solution holds a tag"),
     ({"answer": "1", "solution": ["a", "b"]}, '"solution" must be text'),
+    ({"completion": [{"role": "user", "content": "1"}]}, '"completion" must be text'),
+    ({"completion": [{"role": "assistant", "content": None}]}, '"completion" must be text'),
     ({"solution": "It is 7."}, r'"solution" must .*mark it: in its last \\boxed{GOLD} .finished'),
     ({"solution": "7+2=9;4+1=5"}, '"solution" must'),
     # an unfinished last box is no answer, and an earlier one is none either

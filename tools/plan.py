@@ -6,10 +6,14 @@ no GPU.
 
 A formula, within 20% of what torch allocates (tests/test_plan.py compares). Every prompt has
 max_prompt_tokens, every completion max_new_tokens. CUDA's context and the workspaces of its
-kernels come on top: 1 or 2 GB; on a CPU, while it samples, a copy of the weights, packed.
+kernels come on top: 1 or 2 GB. On a CPU the sampler's packed copy of the weights is counted, which
+torch.compile does without.
 """
 import os
 
+import torch
+
+from lib import products
 from lib.files import read_json
 from lib.hf import Config
 from lib.lora import read_adapter_config
@@ -61,6 +65,13 @@ class Plan:
         # of matrices in bfloat16: autocast's, and the sampler's
         self.copies = 2 * (self.matrices if self.full else adapter) if bf16 else 0
         self.head_copy = self.h * m.vocab_size * H * (self.h != self.r)
+        # what the sampler packs on a CPU beside these: bytes of layers, of the head
+        sizes = [] if bf16 and self.full else [rows * columns for rows, columns in shapes]
+        sizes += [] if bf16 else [rank * n for shape in shapes for n in shape]
+        large = layers * sum(n for n in sizes if n >= products.PACK_FROM)
+        kind = torch.bfloat16 if bf16 else torch.float32
+        packs = self.device == "cpu" and kind in products.PACKED_TYPES
+        self.packed = packs * (self.e * large + (self.h * m.vocab_size * H - self.head_copy))
         reference = self.base if c.beta and self.full else 0
         self.weights = self.r * (self.base + reference) + 4 * adapter
         self.moments = 8 * self.trainable
@@ -87,7 +98,7 @@ class Plan:
         first = prompts * self.e // 4 + max(prefill, prompts)               # kept, then as float32
         grow = own // 2 * (L > 64)              # buffers stand beside those twice as large
         peak = max(first, prompts + own + max(grow, scores + logits))
-        return prompts + own, self.weights + self.moments + self.copies + peak
+        return prompts + own, self.weights + self.moments + self.copies + self.packed + peak
 
     def layer(self, tokens, keys, mask):
         """What autograd keeps of a layer, and what its backward pass needs beside it for a moment.

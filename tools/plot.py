@@ -51,6 +51,11 @@ def read_run(path):
         raise ValueError(f"{path}: no such run; give the folder of a run (with metrics.jsonl in "
                          "it) or a .jsonl file of eval.py")
     rows = read_jsonl(f"{path}/metrics.jsonl", ("step", "phase"))
+    for number, row in enumerate(rows, 1):
+        for name, value in row.items():
+            if (name in PANELS or "@" in name) and not isinstance(value, int | float | None):
+                raise ValueError(f"{path}/metrics.jsonl:{number}: {name} is {value!r:.50}, not a "
+                                 "number; mend or remove the line")
     steps = [row for row in rows if row["phase"] not in ("sft", "eval")]
     evaluations = [{k: v for k, v in row.items() if "@" in k and v is not None}
                    for row in rows if row["phase"] == "eval"]
