@@ -198,7 +198,11 @@ def read_results(path):
         if not ours or row["data"] not in n:
             raise ValueError(f"{path}:{number}: not a completion of {', '.join(n)}; mend or "
                              "remove the line, or take another file")
-        found[row["data"]].setdefault(row["index"], []).append(row)
+        of_problem = found[row["data"]].setdefault(row["index"], [])
+        of_problem.append(row)
+        if len(of_problem) > n[row["data"]]:
+            raise ValueError(f"{path}:{number}: one completion of problem {row['index']} too many; "
+                             "is it there twice? Remove the lines that are")
     return header, {name: {index: rows for index, rows in sorted(groups.items())
                            if len(rows) == n[name] or rows[0]["finish"] == "skipped"}
                     for name, groups in found.items()}

@@ -5,7 +5,6 @@ never becomes a control token: `hide_text` shows which characters of a rendered 
 messages' own.
 """
 import datetime
-import functools
 import json
 import re
 
@@ -26,8 +25,7 @@ def compile_template(source):
                     lambda m: m[1] + ("endif" if m[2] else "if true"), source)
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=["jinja2.ext.loopcontrols"])
-    # jinja's own filter escapes HTML
-    env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     # Llama 3's default date: ids must not depend on the day
     env.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
@@ -136,6 +134,15 @@ def map_text(value, change, key=None):
     if isinstance(value, (list, tuple)):
         return [map_text(v, change, key) for v in value]
     return change(value) if isinstance(value, str) and key not in ("role", "type") else value
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """transformers' filter of this name: jinja's own escapes HTML. What hide_text put in is never
+    escaped, or it could not find it again."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
+    private = r"\\udb[89ab][0-9a-f]\\ud[c-f][0-9a-f]{2}"  # from U+F0000, as a pair of surrogates
+    return re.sub(private, lambda pair: json.loads(f'"{pair[0]}"'), text)
 
 
 def hide_text(render, messages, tokens):

@@ -260,12 +260,13 @@ class Output:
             write_whole(self.checkpoint, lambda f: torch.save(state, f), "wb")
 
     def load(self, keys):
-        """The checkpoint, which must have these keys. ValueError if it cannot be read."""
+        """The checkpoint, which must have these keys, {name: types}. ValueError if it cannot be
+        read."""
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True, mmap=True)
-            for key in keys:
-                if key not in state:
-                    raise ValueError(f"it has no {key!r}")
+            for key, kinds in keys.items():
+                if key not in state or not isinstance(state[key], kinds):
+                    raise ValueError(f"it has no {key!r}, or none that could be")
         except Exception as e:  # torch raises many kinds for a broken file
             raise ValueError(f"{self.checkpoint}: not a readable checkpoint ({type(e).__name__}: "
                              f"{str(e)[:200]}); --overwrite starts afresh") from None

@@ -29,8 +29,11 @@ from tools.plan import model_config, report
 
 MOST_BAD_UPDATES = 10  # in a row whose loss or gradient is not finite, then the run ends
 DULL_STEPS = 5  # in a row that teach nothing, then a line says so
-STATE = "step", "initial_entropy", "before", "skipped_updates"  # of a Run, in its checkpoint
-CHECKPOINT = (*STATE, "reference", "model", "optimizer", "seed", "sft_steps", "problems", "frozen")
+# of a Run, in its checkpoint, and what else is there; all other fields of a Run are made anew
+STATE = {"step": int, "initial_entropy": float | None, "before": dict | None,
+         "skipped_updates": int}
+CHECKPOINT = STATE | {"reference": dict | None, "model": dict, "optimizer": dict, "seed": int,
+                      "sft_steps": int, "problems": str, "frozen": str}
 
 
 @dataclass

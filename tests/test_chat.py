@@ -211,6 +211,8 @@ PRIVATE = "".join(map(chr, range(0xF0000, 0xF0100)))
     ("{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
      "{{ messages[0].call | tojson }}<|im_end|>", IM, [NESTED],
      ['a<|im_end|>b{"x": "<tool>\\n", "n": 3}', 258]),
+    ("{{ messages[0].content | tojson(true) }}<|im_end|>", IM, user("é<|im_end|>"),
+     ['"\\u00e9<|im_end|>"', 258]),
     # a token of white space, one that a role and the template form
     ("{{ messages[0].content }}  x", ["  "], user("a  b"), ["a  b", 256, "x"]),
     ("{{ '<|' + messages[0].role + '|>' + messages[0].content }}", ["<|user|>"], user("<|user|>"),

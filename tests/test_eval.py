@@ -361,6 +361,7 @@ def test_command_refuses_a_file_of_other_settings(command):
     (b'"problems": ', b'"x": ', ":1: not the settings"),
     (b'"problems": 1', b'"problems": null', ":1: not the settings"),
     (b'"answer": ', b'"x": ', ":2: not a completion"),
+    (b'"n": 4', b'"n": 3', ":5: one completion of problem 0 too many"),
     (b'{"data": "p.jsonl"', b'{"data": ["p.jsonl"]', ":2: not a completion"),
     (b'"index": 0', b'"index": null', ":2: not a completion"),
     (b'"level": 1', b'"level": [1]', ":2: not a completion")])

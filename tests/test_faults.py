@@ -160,11 +160,13 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_not_in_the_way(small, t
     (lambda raw, state: b"not a checkpoint", "not a readable"),
     (lambda raw, state: [1, 2], "no 'step'"), (lambda raw, state: {"step": 2}, "it has no"),
     (lambda raw, state: state | {"seed": random.Random()}, "not a readable"),
+    (lambda raw, state: state | {"step": "2"}, "no 'step', or none that could be"),
+    (lambda raw, state: state | {"optimizer": {"state": {}, "param_groups": []}}, "optimizer's"),
     (lambda raw, state: state | {"model": dict.fromkeys(state["model"], 1)}, "tensor 'model."),
     (lambda raw, state: state | {"model": state["model"] | {"model.norm.weight": torch.ones(7)}},
      "tensor 'model.norm.weight' is (7,) in the checkpoint and (32,) in this model")],
     ids=["nothing", "last byte gone", "half", "text", "a list", "no model", "an object",
-         "no tensors", "other tensors"])
+         "a step that is text", "other optimizer", "no tensors", "other tensors"])
 def test_broken_checkpoints_are_named(whole, tmp_path, damage, says):
     out, flags, _ = whole
     (tmp_path / OUT).mkdir(parents=True)
