@@ -117,13 +117,10 @@ def mean_entropy(token_entropy, mask):
     return total / mask.sum(-1).clamp(min=1)
 
 
-def keep_completions(entropy, initial_entropy, threshold=math.log(2), negative_of=None):
+def keep_completions(entropy, initial_entropy, threshold=math.log(2)):
     """delta_i of equation (4), 1 or 0: entropy (..., G) is <H>_i, initial_entropy <H>_ini, nats.
-    A policy that begins above the threshold is never filtered. With negative_of, the advantages
-    (..., G), only completions with A < 0 are left out."""
+    A policy that begins above the threshold is never filtered."""
     out = (entropy > threshold) & (initial_entropy < threshold)  # (..., G) (departs: 4)
-    if negative_of is not None:
-        out = out & (advantage_sign(negative_of) < 0)
     return 1 - out.to(entropy.dtype)
 
 
@@ -170,14 +167,12 @@ def policy_loss(logps, weights, old_logps, kl_weights=None, ref_logps=None, epsi
 
 # The two losses in one call each, for tests and for your own loop. train.py calls the same pieces.
 
-def gtpo_loss(logps, ids, mask, advantages, entropy, initial_entropy, old_logps=None, gamma=0.1,
-              filter_negative_only=False):
+def gtpo_loss(logps, ids, mask, advantages, entropy, initial_entropy, old_logps=None, gamma=0.1):
     """GTPO's loss -J of a group, a mean over groups if there are more. logps, ids, mask, old_logps
     (..., G, L), advantages and entropy <H>_i (..., G), initial_entropy a number -> scalar.
     Without old_logps the ratio is 1 and its gradient that of logps."""
     lam = conflict_weights(ids, mask, advantages)  # (..., G, L)
-    negative_of = advantages if filter_negative_only else None
-    delta = keep_completions(entropy, initial_entropy, negative_of=negative_of)  # (..., G)
+    delta = keep_completions(entropy, initial_entropy)  # (..., G)
     weights = token_weights(advantages - gamma * entropy, mask, lam, delta)  # (..., G, L)
     old_logps = logps.detach() if old_logps is None else old_logps
     return surrogate_loss(logps, weights, old_logps) / advantages.shape[:-1].numel()

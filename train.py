@@ -87,7 +87,6 @@ class TrainConfig:
     conflict: bool = True  # conflict tokens weigh 2 where A > 0, 0 where A < 0 [false]
     entropy_filter: bool = True  # drop <H> above the threshold if the policy began below it [false]
     entropy_threshold: float = math.log(2)  # of the filter, nats
-    filter_negative_only: bool = False  # the filter drops only completions with A < 0
     scale: str = "none"  # of advantages: none, or std: divide by the group's deviation [std]
     epsilon: float = 0.0  # clip range of the ratio; 0: no clipping [0.2]
     beta: float = 0.0  # weight of the KL term to the policy as it was before RL; 0: none
@@ -361,8 +360,7 @@ def rl_step(run):
         run.initial_entropy = processes.means({"entropy": entropy})["entropy"]
     lam = conflict_weights(s.ids, s.mask, advantages)  # (P, G, L)
     # lambda and delta are made when they are switched off, too: the log tells what they would be
-    delta = keep_completions(entropy, run.initial_entropy, c.entropy_threshold,
-                             advantages if c.filter_negative_only else None)  # (P, G)
+    delta = keep_completions(entropy, run.initial_entropy, c.entropy_threshold)  # (P, G)
     used_lam = lam if c.conflict else torch.ones_like(lam)  # (P, G, L)
     used_delta = delta if c.entropy_filter else torch.ones_like(delta)  # (P, G)
     weights = token_weights(advantages - c.gamma * entropy, s.mask, used_lam, used_delta)

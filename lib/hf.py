@@ -25,8 +25,7 @@ from lib.files import beside, check_model_folder, read_json, refuse_lfs_pointer,
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 TYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
-INDEX = "model.safetensors.index.json"
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
@@ -241,14 +240,18 @@ def read_file(path):
 # ---- weights out ---------------------------------------------------------------------------------
 
 @torch.no_grad()
-def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
-    """Writes config.json, the weights and the tokenizer files of the folder that the model came
-    from. An adapter is merged into the weights, and tokenizer files that it brought are on top.
-    dtype: that of the files (None: the model's own).
-    More than shard_bytes of weights go to several files with an index, as the Hub has them."""
+def save_folder(model, folder, dtype=None):
+    """Writes config.json, the weights, in one file, and the tokenizer files of the folder that the
+    model came from. An adapter is merged into the weights, and tokenizer files that it brought are
+    on top. dtype: that of the files (None: the model's own)."""
     os.makedirs(folder, exist_ok=True)
     dtype = dtype or model.model.norm.weight.dtype
-    write_shards(folder, model, dtype, shard_bytes)
+    names = [name for name, _ in model.named_parameters() if "lora_" not in name]
+    save_tensors(os.path.join(folder, "model.safetensors"),
+                 {name: merged_parameter(model, name).to("cpu", dtype) for name in names})
+    for file in os.listdir(folder):  # of an earlier model: two sets of weights are ambiguous
+        if SHARDS.fullmatch(file):
+            os.remove(os.path.join(folder, file))
     raw = dict(model.config.raw)
     raw.pop("torch_dtype", None)
     # what transformers 4 reads, too
@@ -260,45 +263,6 @@ def save_folder(model, folder, dtype=None, shard_bytes=5_000_000_000):
         files.remove("chat_template.jinja")
     copy_files(model.folder, folder, files)
     copy_files(own, folder, TOKENIZER_FILES)
-
-
-def write_shards(folder, model, dtype, shard_bytes):
-    """Writes the weights to a folder inside and moves the files up. Those of an earlier save stay
-    until then, and go if they are not overwritten: two sets of weights are ambiguous."""
-    shards, room, total = [], 0, 0
-    for name, p in model.named_parameters():
-        if "lora_" in name:
-            continue
-        size = p.numel() * dtype.itemsize
-        if size > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= size
-        total += size
-    n = len(shards)
-    files = {f"model-{i:05}-of-{n:05}.safetensors": names for i, names in enumerate(shards, 1)}
-    if n == 1:
-        files = {"model.safetensors": shards[0]}
-    new, saving = list(files), os.path.join(folder, "saving")
-    os.makedirs(saving, exist_ok=True)
-    try:
-        for file, names in files.items():
-            tensors = {name: merged_parameter(model, name).to(dtype) for name in names}
-            save_tensors(os.path.join(saving, file), tensors)
-        if n > 1:
-            new.append(INDEX)
-            weight_map = {name: file for file, names in files.items() for name in names}
-            write_json(os.path.join(saving, INDEX),
-                       {"metadata": {"total_size": total}, "weight_map": weight_map})
-        # the index goes first and comes last: a folder that is half old, half new is refused
-        for file in os.listdir(folder):
-            if WEIGHTS.fullmatch(file) and file not in files:
-                os.remove(os.path.join(folder, file))
-        for file in new:
-            os.replace(os.path.join(saving, file), os.path.join(folder, file))
-    finally:
-        shutil.rmtree(saving)
 
 
 def merged_parameter(model, name):

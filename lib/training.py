@@ -96,6 +96,7 @@ GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
         "resume_force": "flags given again with --resume win",
         **dict.fromkeys("warmup_ratio weight_decay adam_beta2".split(),
                         "a constant at the top of train.py"),
+        "filter_negative_only": "the filter drops completions of any advantage, as equation (4)",
         "max_bad_updates": "a constant at the top of lib/training.py",
         "timeout_minutes": "a constant of lib/run.py"}
 

@@ -49,12 +49,11 @@ def brute_lambda(completions, advantages):
     return result
 
 
-def brute_objective(completions, advantages, H, H_ini, ratios, gamma, negative_only):
+def brute_objective(completions, advantages, H, H_ini, ratios, gamma):
     """J, equations (2), (4), (5) and (7), in plain Python floats."""
     J = 0.0
     for i, (lam, ratio) in enumerate(zip(brute_lambda(completions, advantages), ratios)):
-        filtered = H_ini < LN2 and H[i] > LN2 and not (negative_only and advantages[i] > -1e-6)
-        w = 0 if filtered else (advantages[i] - gamma * H[i]) / len(completions)
+        w = 0 if H_ini < LN2 and H[i] > LN2 else (advantages[i] - gamma * H[i]) / len(completions)
         J += sum(w / len(lam) * r * x for r, x in zip(ratio, lam))
     return J
 
@@ -207,9 +206,6 @@ def test_keep_completions(initial, H, delta):
     H = torch.tensor([H])
     assert gtpo.keep_completions(H + 1, initial + 1, threshold=LN2 + 1).tolist() == [delta]
     assert gtpo.keep_completions(H, initial).tolist() == [delta]
-    for advantage, kept in ((-1.0, delta), (1.0, 1), (0.0, 1), (-5e-7, 1)):
-        negative_of = torch.tensor([advantage])
-        assert gtpo.keep_completions(H, initial, negative_of=negative_of).tolist() == [kept]
 
 
 def test_leading_dimensions():
@@ -232,8 +228,7 @@ def test_leading_dimensions():
 # ---- losses --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("gamma", [0.0, 0.1, 0.7])
-@pytest.mark.parametrize("negative_only", [False, True])
-def test_gtpo_loss_brute_force(gamma, negative_only):
+def test_gtpo_loss_brute_force(gamma):
     """Value and gradient for small groups, on-policy and off-policy. Guards: reports of "the loss
     is 0" where its gradient is not; a tied group without its entropy term; conflicts that filtered
     completions do not cause."""
@@ -249,10 +244,10 @@ def test_gtpo_loss_brute_force(gamma, negative_only):
 
         def J(at):  # with plain floats; the policy that sampled stays
             ratios = (at - old).exp().tolist()
-            return brute_objective(completions, advantages, H, H_ini, ratios, gamma, negative_only)
+            return brute_objective(completions, advantages, H, H_ini, ratios, gamma)
 
         A, mean_H = torch.tensor([advantages, H], dtype=torch.float64)
-        rest = ids, mask, A, mean_H, H_ini, old if n % 2 else None, gamma, negative_only
+        rest = ids, mask, A, mean_H, H_ini, old if n % 2 else None, gamma
         loss = gtpo.gtpo_loss(logps.requires_grad_(), *rest)
         assert loss.item() == pytest.approx(-J(logps.detach()), abs=1e-9)
         loss.backward()

@@ -1,6 +1,5 @@
 """train.py: its settings, whole tiny runs, and the parts that a setting turns on."""
 import gc
-import glob
 import json
 import math
 import os
@@ -252,11 +251,9 @@ def alive():
 
 def test_the_type_that_came_in_goes_out_and_the_last_evaluation_reads_it(small, small_folder,
                                                                         tmp_path, monkeypatch):
-    """A bfloat16 folder of several shards came back as float32. At the last evaluation nothing of
+    """A bfloat16 folder came back as float32. At the last evaluation nothing of
     the training is in memory any more; none takes a larger batch than the rollout."""
-    save_folder(GPT.from_pretrained(small_folder / "model"), tmp_path / "given", torch.bfloat16,
-                shard_bytes=30_000)
-    assert len(glob.glob(f"{tmp_path}/given/*.safetensors")) > 2
+    save_folder(GPT.from_pretrained(small_folder / "model"), tmp_path / "given", torch.bfloat16)
     seen, evaluate, before = [], training.evaluate, alive()
 
     def evaluating(model, *arguments, **more):
@@ -377,21 +374,19 @@ def test_the_row_measures_and_the_picture_shows_what_was_used(small, tmp_path, m
     """The picture marked conflict tokens and filtered completions where neither switch was on.
     mismatch is a mean over the trained tokens, also where the filter leaves none."""
     keep = train.keep_completions
-    monkeypatch.setattr(train, "keep_completions", lambda entropy, initial, threshold, negative_of:
-                        keep(entropy + 9, 0.0, 1.0, negative_of))  # all are noise
+    monkeypatch.setattr(train, "keep_completions", lambda entropy, initial, threshold:
+                        keep(entropy + 9, 0.0, 1.0))  # all are noise
     monkeypatch.setattr(train, "reward_parts", lambda text, gold: {
         "format": float(zlib.crc32(text.encode()) % 3), "accuracy": 0.0})
     spy_on_prompts(monkeypatch, lambda samples: samples.logps.add_(0.5 * samples.mask))
     found = {}
-    for name, flags in dict(all=[], negative=["--filter_negative_only"], grpo=["--algo=grpo"],
-                            off=["--entropy_filter=false"]).items():
+    for name, flags in dict(all=[], grpo=["--algo=grpo"], off=["--entropy_filter=false"]).items():
         text = run(tmp_path, *small, *RL, "--steps=1", "--show_every=1", "--group_size=8",
                    f"--out={name}", *flags)
         row, = rl_rows(tmp_path / name)
         marks = "[[" in text or "((" in text
         found[name] = row["kept"], text.count("(filtered)"), marks, row["grad_norm"] > 0
         assert row["mismatch"] == pytest.approx(0.5, abs=1e-5) and row["conflict"] > 0
-    assert 0 < found["negative"][0] < 1 and 0 < found["negative"][1] < 8
     assert found["all"][:2] == (0, 8) and not found["all"][3]
     assert found["off"] == (0, 0, True, True) and found["grpo"] == (0, 0, False, True)
 
