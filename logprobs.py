@@ -10,8 +10,7 @@ import torch
 
 from lib.products import linear
 
-# of one block of logits: 64 MB in float32, which a CPU likes best; a GPU needs more work at a time
-CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
+CHUNK_ELEMENTS = 2**26  # of one block of logits: 256 MB in float32; with fewer, products are slow
 
 
 def product_dtype(hidden):
@@ -53,7 +52,7 @@ def entropy(logp, probs=None):
 
 def chunks(hidden, head_weight):
     """Slices of the N tokens whose logits fit CHUNK_ELEMENTS."""
-    n = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(head_weight))
+    n = max(1, CHUNK_ELEMENTS // len(head_weight))
     return [slice(start, start + n) for start in range(0, len(hidden), n)]
 
 
@@ -73,8 +72,7 @@ def head_loss(hidden, head_weight, ids, token_loss, per_token=(), temperature=1.
     hidden (N, H), row n predicts ids[n]; head_weight (V, H); ids (N,). token_loss(logps,
     *per_token) -> scalar must be a sum over tokens; per_token are more tensors (N,), one number a
     token. Returns (loss, logps (N,) without gradient). Beside the gradients it needs, for any N
-    and V, two blocks of logits, 128 MB, 512 MB on a GPU (with bfloat16 products one more of half
-    the size).
+    and V, two blocks of logits, 512 MB (with bfloat16 products one more of half the size).
     """
     return HeadLoss.apply(hidden, head_weight, ids, token_loss, per_token, temperature)
 

@@ -263,7 +263,7 @@ def make_optimizer(model):
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
               {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS)
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True)
 
 
 def update(run, lr, grad_clip, loss):

@@ -262,7 +262,7 @@ def test_gtpo_loss_brute_force(gamma):
 def test_gtpo_loss_of_the_fixtures(monkeypatch):
     """<H>, delta, lambda, the loss and the gradient of the hidden states: by gtpo_loss with all
     logits, and by the pieces and logprobs.head_loss, a few tokens at a time."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 200})
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 200)
     z = np.load(FIXTURES / "gtpo/loss.npz")
     for c in z["cases"]:
         get = lambda key: torch.from_numpy(z[f"{c}/{key}"])

@@ -53,7 +53,7 @@ def numbers(name, logps):
 def test_head_loss_is_the_slow_one(monkeypatch, small, trained, chunk, name, temperature, dtype):
     """Loss, log-probs and gradients, for any number of tokens that fit a chunk (0: not even one),
     times any factor; with two matrix products a chunk, three if the head is trained as well."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": chunk * V + V - 1})
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk * V + V - 1)
     hidden, head, ids = small[0].to(dtype), small[1].to(dtype), small[2]
     hidden.requires_grad_(trained != "head")
     head.requires_grad_(trained != "hidden")
@@ -92,8 +92,8 @@ def test_a_graph_serves_once(small):
 def test_memory_of_two_blocks(monkeypatch, tokens, temperature):
     """Guards: all logits alive at once, here up to 500,000 numbers; a second head gradient beside
     the first."""
-    assert 2 * 4 * logprobs.CHUNK_ELEMENTS["cpu"] < 160 * 2**20  # bytes
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 4096})
+    assert 2 * 4 * logprobs.CHUNK_ELEMENTS < 640 * 2**20  # bytes
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4096)
     hidden, head = torch.randn(tokens, 8, requires_grad=True), torch.randn(1000, 8)
     ids, weights = torch.randint(0, 1000, (tokens,)), torch.randn(tokens)
     head.requires_grad_()
@@ -153,7 +153,7 @@ def test_impossible_tokens():
 def test_products_in_float32_on_a_cpu(monkeypatch, small, hidden_type, head_type):
     """Loss and log-probs of bfloat16 numbers as if they were float32; gradients are added up in
     float32 and rounded once, to the parameters' type, with a chunk for every token."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": V})
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", V)
     short = [small[0].to(hidden_type).requires_grad_(), small[1].to(head_type).requires_grad_()]
     wide = [x.detach().float().requires_grad_() for x in short]
     assert torch.equal(token_logps(*short, small[2]), token_logps(*wide, small[2]))

@@ -124,7 +124,7 @@ class Plan:
             kv = 2 * m.num_key_value_heads * m.head_dim * self.e
             prompt, own = P * Tp * (H * self.r + kv), N * L * H * self.r
         layers = m.num_hidden_layers
-        chunk = min(CHUNK_ELEMENTS[self.device], N * L * V) * (8 + 2 * (self.h == 2))
+        chunk = min(CHUNK_ELEMENTS, N * L * V) * (8 + 2 * (self.h == 2))
         head = chunk + N * L * H * (self.e + 2 * self.h) + 4 * V * H * self.full + self.head_copy
         # when backward goes over from completions to prompts, gradients of the former wait
         waiting = 4 * self.trainable - self.copies + layers * prompt
