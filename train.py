@@ -66,9 +66,9 @@ class TrainConfig:
     dtype: str = "auto"  # of the forward pass: float32, bfloat16, or auto
 
     # supervised warm-up (SFT) on gold solutions in the tagged format
-    sft_steps: int = 900  # updates; 0: no warm-up
+    sft_steps: int = 700  # updates; 0: no warm-up
     sft_batch_size: int = 32  # demonstrations per step, over all processes
-    sft_learning_rate: float = 3e-3  # peak; cosine to 0
+    sft_learning_rate: float = 2e-3  # peak; cosine to 0
 
     # reinforcement learning
     steps: int = 105  # rollouts, each with its updates

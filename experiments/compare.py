@@ -95,6 +95,8 @@ def train_command(a, algorithm, rate, seed):
                  temperature=s["temperature"])
     if algorithm == "sft":
         flags |= dict(algo="sft", model=a.model, sft_steps=s["sft_steps"])
+        if a.task == "arithmetic":
+            flags |= dict(sft_learning_rate=3e-3)  # the default when our runs were made
     else:
         flags |= ALL[algorithm] | policy_of(a, folder_of(a, "sft", None, seed))
         flags |= dict(lora_rank=0, sft_steps=0, learning_rate=rate, steps=s["steps"],

@@ -150,7 +150,8 @@ def test_train_takes_the_commands():
     """Runs of one seed and rate differ only in the algorithm's own switches and the folder."""
     a = compare.parse([])
     configs = {name: vars(config_of(a, name, 1e-3, 3)) for name in compare.ALGORITHMS}
-    base = configs.pop("gtpo")
+    base, sft = configs.pop("gtpo"), config_of(a, "sft", None, 3)
+    assert (sft.algo, sft.sft_steps, sft.sft_learning_rate) == ("sft", 900, 3e-3)
     expected = dict(algo="gtpo", model="out/compare/sft-s3/model", sft_steps=0, steps=60, seed=3,
                     learning_rate=1e-3, temperature=1.0, out="out/compare/gtpo-lr0.001-s3")
     assert {k: base[k] for k in expected} == expected
