@@ -71,7 +71,7 @@ class TrainConfig:
     sft_learning_rate: float = 2e-3  # peak; cosine to 0
 
     # reinforcement learning
-    steps: int = 105  # rollouts, each with its updates
+    steps: int = 100  # rollouts, each with its updates
     prompts_per_step: int = 16  # over all processes; must be divisible by their number
     group_size: int = 8  # G, completions per prompt
     max_prompt_tokens: int = 64  # longer prompts are skipped and counted, never cut
