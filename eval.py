@@ -173,8 +173,9 @@ def evaluate(model, tokenizer, problems, processes, c, after_each=lambda: None):
 # ---- the results file: a header line with the settings, then one row a line ----------------------
 
 # what we read of a row
-ROW = {"data", "index", "sample", "gold", "level", "subject", "completion", "answer", "correct",
-       "formatted", "tokens", "finish"}
+ROW = {"data": str, "index": int, "sample": int, "gold": str, "level": int | None,
+       "subject": str | None, "completion": str, "answer": str | None, "correct": bool,
+       "formatted": bool, "tokens": int, "finish": str}
 
 
 def read_results(path):
@@ -183,16 +184,25 @@ def read_results(path):
     names any other line that is not ours."""
     header, *rows = read_jsonl(path) or [{}]
     try:
-        n = {name: spec["n"] for name, spec in header["settings"]["data"].items()}
+        sets = header["settings"]["data"]
+        n = {name: spec["n"] for name, spec in sets.items()}
+        counts = [*n.values(), *(spec["problems"] for spec in sets.values())]
+        ours = all(isinstance(count, int) for count in counts)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}:1: not the settings of an evaluation; take another "
-                         "file") from None
+        ours = False
+    if not ours:
+        raise ValueError(f"{path}:1: not the settings of an evaluation; take another file")
     found = {name: {} for name in sorted(n)}
     for number, row in enumerate(rows, 2):
-        if not ROW <= row.keys() or row["data"] not in found:
+        ours = all(name in row and isinstance(row[name], kind) for name, kind in ROW.items())
+        if not ours or row["data"] not in n:
             raise ValueError(f"{path}:{number}: not a completion of {', '.join(n)}; mend or "
                              "remove the line, or take another file")
-        found[row["data"]].setdefault(row["index"], []).append(row)
+        of_problem = found[row["data"]].setdefault(row["index"], [])
+        of_problem.append(row)
+        if len(of_problem) > n[row["data"]]:
+            raise ValueError(f"{path}:{number}: one completion of problem {row['index']} too many; "
+                             "is it there twice? Remove the lines that are")
     return header, {name: {index: rows for index, rows in sorted(groups.items())
                            if len(rows) == n[name] or rows[0]["finish"] == "skipped"}
                     for name, groups in found.items()}
@@ -431,10 +441,15 @@ def run(c, processes):
     seconds = time.time() - start
     processes.close()
     if main:
-        print_tables(header, tidy(path, header), c.k)
+        found = tidy(path, header)
         lock.close()
+        print_tables(header, found, c.k)
         print(f"\n{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s; peak memory "
               f"{peak_memory(device):.0f} MiB; see {path}")
+        lost = sum(len(problems) - len(found[name]) for name, problems in sets.items())
+        if lost:
+            raise ValueError(f"{path} has lost the completions of {lost} problems: something else "
+                             "wrote to it. Run the same command again")
 
 
 def main(argv):

@@ -72,7 +72,7 @@ def head_loss(hidden, head_weight, ids, token_loss, per_token=(), temperature=1.
     hidden (N, H), row n predicts ids[n]; head_weight (V, H); ids (N,). token_loss(logps,
     *per_token) -> scalar must be a sum over tokens; per_token are more tensors (N,), one number a
     token. Returns (loss, logps (N,) without gradient). Beside the gradients it needs, for any N
-    and V, two blocks of logits, 512 MB (with bfloat16 products one more of half the size).
+    and V, at most two blocks of logits, 512 MB (with bfloat16 products one more of half the size).
     """
     return HeadLoss.apply(hidden, head_weight, ids, token_loss, per_token, temperature)
 

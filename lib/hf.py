@@ -243,7 +243,7 @@ def read_file(path):
 def save_folder(model, folder, dtype=None):
     """Writes config.json, the weights, in one file, and the tokenizer files of the folder that the
     model came from. An adapter is merged into the weights, and tokenizer files that it brought are
-    on top. dtype: that of the files (None: the model's own)."""
+    on top. dtype: that of the files (None: the model's own). Needs memory for one more copy."""
     os.makedirs(folder, exist_ok=True)
     dtype = dtype or model.model.norm.weight.dtype
     names = [name for name, _ in model.named_parameters() if "lora_" not in name]

@@ -96,7 +96,7 @@ GONE = {"out_dir": "--out=FOLDER names the folder of the run itself",
         "resume_force": "flags given again with --resume win",
         **dict.fromkeys("warmup_ratio weight_decay adam_beta2".split(),
                         "a constant at the top of train.py"),
-        "filter_negative_only": "the filter drops completions of any advantage, as equation (4)",
+        "filter_negative_only": "leave it out: whatever is noise is filtered",
         "max_bad_updates": "a constant at the top of lib/training.py",
         "timeout_minutes": "a constant of lib/run.py"}
 
@@ -114,7 +114,7 @@ def read_settings(config_class, argv, parts):
     begun = {"ckpt.pt", "metrics.jsonl"} & set(stands)
     if c.resume == "no" or not begun or "config.toml" not in stands:
         return c, []
-    before, _ = read_config(config_class, [], file=own)
+    before, _ = read_config(config_class, [], file=own, gone=GONE)
     now, _ = read_config(config_class, argv, file=own, **words)
     now = replace(now, out=c.out)
     changed = [f"{key} is {getattr(now, key)!r}, it was {value!r}"

@@ -357,10 +357,17 @@ def test_command_refuses_a_file_of_other_settings(command):
     (b'"sample": 1', b'"simple": 1', ":3: not a completion"),
     (b'{"data": "p', b'{"data": "q', ":2: not a completion of p.jsonl"),
     (b'"settings"', b'"settings": null, "x"', ":1: not the settings"),
-    (b'"n": 4, ', b"", ":1: not the settings"),
-    (b'"answer": ', b'"x": ', ":2: not a completion")])
+    (b'"n": 4, ', b"", ":1: not the settings"), (b'"n": 4', b'"n": "4"', ":1: not the settings"),
+    (b'"problems": ', b'"x": ', ":1: not the settings"),
+    (b'"problems": 1', b'"problems": null', ":1: not the settings"),
+    (b'"answer": ', b'"x": ', ":2: not a completion"),
+    (b'"n": 4', b'"n": 3', ":5: one completion of problem 0 too many"),
+    (b'{"data": "p.jsonl"', b'{"data": ["p.jsonl"]', ":2: not a completion"),
+    (b'"index": 0', b'"index": null', ":2: not a completion"),
+    (b'"level": 1', b'"level": [1]', ":2: not a completion")])
 def test_a_file_that_is_not_ours_stays_as_it_is(command, old, new, says):
-    """Regression: missing values ended in a traceback."""
+    """Regression: values of other types and missing ones ended in a traceback, and a number that is
+    text in no rows at all."""
     command("--limit=1")
     content = FILE.read_bytes().replace(old, new, 1) if old else new
     assert content != FILE.read_bytes()
@@ -382,6 +389,14 @@ def test_a_second_evaluation_of_one_file_is_refused(command, monkeypatch):
     assert "5 of 5 problems" in command()
     assert "another run is writing to o.jsonl" in second[0] and "--out=FILE" in second[0]
     command()  # now it is free
+
+
+def test_lost_completions_are_told(command, monkeypatch):
+    """Regression: the exit code was 0."""
+    sample = ev.sample
+    monkeypatch.setattr(ev, "sample", lambda *args, **settings:
+                        FILE.unlink() or sample(*args, **settings))
+    assert "lost the completions of 5 problems" in command(code=2)
 
 
 def test_new_weights_are_not_mistaken_for_the_old(command, model_folder, tmp_path):

@@ -374,19 +374,21 @@ def test_the_row_measures_and_the_picture_shows_what_was_used(small, tmp_path, m
     """The picture marked conflict tokens and filtered completions where neither switch was on.
     mismatch is a mean over the trained tokens, also where the filter leaves none."""
     keep = train.keep_completions
-    monkeypatch.setattr(train, "keep_completions", lambda entropy, initial, threshold:
-                        keep(entropy + 9, 0.0, 1.0))  # all are noise
     monkeypatch.setattr(train, "reward_parts", lambda text, gold: {
         "format": float(zlib.crc32(text.encode()) % 3), "accuracy": 0.0})
     spy_on_prompts(monkeypatch, lambda samples: samples.logps.add_(0.5 * samples.mask))
     found = {}
-    for name, flags in dict(all=[], grpo=["--algo=grpo"], off=["--entropy_filter=false"]).items():
+    for name, share, flags in (("all", 0.0, []), ("half", 0.5, []), ("grpo", 0.0, ["--algo=grpo"]),
+                               ("off", 0.0, ["--entropy_filter=false"])):
+        monkeypatch.setattr(train, "keep_completions", lambda entropy, initial, threshold:
+                            keep(entropy, -1.0, entropy.quantile(share) - 1e-6))
         text = run(tmp_path, *small, *RL, "--steps=1", "--show_every=1", "--group_size=8",
                    f"--out={name}", *flags)
         row, = rl_rows(tmp_path / name)
         marks = "[[" in text or "((" in text
         found[name] = row["kept"], text.count("(filtered)"), marks, row["grad_norm"] > 0
         assert row["mismatch"] == pytest.approx(0.5, abs=1e-5) and row["conflict"] > 0
+    assert 0 < found["half"][0] < 1 and 0 < found["half"][1] < 8
     assert found["all"][:2] == (0, 8) and not found["all"][3]
     assert found["off"] == (0, 0, True, True) and found["grpo"] == (0, 0, False, True)
 
