@@ -42,9 +42,14 @@ def command(main, argv=None):
         if hasattr(stream, "reconfigure"):  # a terminal may lack a character that a model writes
             stream.reconfigure(errors="backslashreplace")
     try:
-        return main(sys.argv[1:] if argv is None else argv) or 0
+        code = main(sys.argv[1:] if argv is None else argv) or 0
+        print(end="", flush=True)
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python flushes the rest
+        return 128 + signal.SIGPIPE
     except SystemExit as e:
         return e.code or 0
     except (ValueError, OSError) as e:

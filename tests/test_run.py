@@ -34,6 +34,17 @@ def test_a_mistake_or_a_fault_is_one_message_and_code_2(capsys, error, says):
     assert text.startswith("error: ") and says in text and "and more" not in text
 
 
+def test_a_reader_that_has_enough_is_no_fault():
+    """`train.py --help | head -1` ended with "Exception ignored ... BrokenPipeError", more text with
+    "error: [Errno 32] Broken pipe"."""
+    for size in (10, 10**6):  # within Python's buffer, and more
+        words = f"from lib.run import *; end(command(lambda argv: print('x' * {size})))"
+        process = subprocess.Popen([sys.executable, "-c", words], cwd=ROOT, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE
+
+
 def test_our_own_mistakes_show_a_traceback():
     for error in (RuntimeError("shapes"), KeyError("x"), TypeError("y")):
         with pytest.raises(type(error)):
