@@ -114,7 +114,7 @@ def read_settings(config_class, argv, parts):
     begun = {"ckpt.pt", "metrics.jsonl"} & set(stands)
     if c.resume == "no" or not begun or "config.toml" not in stands:
         return c, []
-    before, _ = read_config(config_class, [], file=own, gone=GONE)
+    before, _ = read_config(config_class, [], file=own, **words)
     now, _ = read_config(config_class, argv, file=own, **words)
     now = replace(now, out=c.out)
     changed = [f"{key} is {getattr(now, key)!r}, it was {value!r}"

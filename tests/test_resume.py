@@ -98,6 +98,17 @@ def test_a_run_that_lost_a_file_is_not_started_again(done, tmp_path):
     refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"], "run/config.toml is gone")
 
 
+def test_a_run_of_an_older_version_hears_which_setting_is_gone(done, tmp_path):
+    """Its own config.toml holds every setting of then: the answer was that one does not exist, and
+    the nearest name."""
+    cwd, flags, _ = done
+    shutil.copytree(cwd / OUT, tmp_path / "run")
+    with open(tmp_path / "run/config.toml", "a") as f:
+        f.write("filter_negative_only = false\n")
+    refused(tmp_path, [*flags, "--out=run", "--resume", "--steps=9"],
+            "run/config.toml: key 'filter_negative_only' is gone: leave it out")
+
+
 def test_a_run_without_a_checkpoint_starts_again_with_its_own_settings(small, tmp_path):
     """It took the settings of the second command line, and did not say so."""
     flags = [*small, "--sft_steps=0", "--steps=1", "--gamma=0.3", "--out=a", "--resume"]

@@ -251,8 +251,8 @@ def alive():
 
 def test_the_type_that_came_in_goes_out_and_the_last_evaluation_reads_it(small, small_folder,
                                                                         tmp_path, monkeypatch):
-    """A bfloat16 folder came back as float32. At the last evaluation nothing of
-    the training is in memory any more; none takes a larger batch than the rollout."""
+    """A bfloat16 folder came back as float32. At the last evaluation nothing of the training is in
+    memory any more; none takes a larger batch than the rollout."""
     save_folder(GPT.from_pretrained(small_folder / "model"), tmp_path / "given", torch.bfloat16)
     seen, evaluate, before = [], training.evaluate, alive()
 
